@@ -6,7 +6,7 @@ ARGS ?=
 WORKERS ?= logical
 
 .DEFAULT_GOAL := help
-.PHONY: help venv proto demo-model serve test test-all test-cluster test-clients test-oldest manifests soak chaos check format bench bench-gpu test-gpu wheels sbom audit clean
+.PHONY: help venv proto demo-model serve test test-all test-cluster test-clients test-oldest manifests soak chaos check format bench bench-gpu test-gpu wheel test-wheel image test-image wheels sbom audit clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,26 @@ format: venv ## format the code and fix what the linter can fix
 
 bench: venv ## measure this machine; ARGS goes to benchmarks.suite
 	$(BIN)/python -m benchmarks.suite $(ARGS)
+
+wheel: venv ## build the source distribution and the wheel in dist/
+	rm -rf build/lib build/bdist.* dist/tgis-*
+	$(BIN)/python -m build
+
+test-wheel: wheel ## install the wheel into an empty environment without a compiler, and serve a model with it
+	INSTALL_TESTS=wheel $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/test_installed.py $(ARGS)
+
+# BUILDER may also be docker, or podman with options; ARGS goes to its build.
+BUILDER ?= podman
+BASE ?=
+VARIANT ?= cuda
+IMAGE ?= tgis:$(VARIANT)
+
+image: ## build the image; BASE, VARIANT, IMAGE (its name), BUILDER
+	$(BUILDER) build --file Containerfile --tag $(IMAGE) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	--build-arg VARIANT=$(VARIANT) --build-arg GIT_COMMIT_HASH="$$(git rev-parse HEAD)" $(ARGS) .
+
+test-image: venv ## build the image for CPUs on a Debian made by debootstrap, and serve a model with it, as root
+	INSTALL_TESTS=image BUILDER="$(BUILDER)" $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/test_installed.py $(ARGS)
 
 # With WHEELS=directory a machine without a network uses its own Python: its torch, and what `make wheels` fetched.
 WHEELS ?=

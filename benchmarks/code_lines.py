@@ -1,7 +1,11 @@
-"""`python -m benchmarks.code_lines [folder ...]`: lines of code by package, without blanks, comments, docstrings."""
+"""`python -m benchmarks.code_lines [folder ...]`: lines of code by package, without blanks, comments, docstrings.
+
+The last line counts trailing comments that only complete the name on their left: "# of the last step".
+"""
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
@@ -13,6 +17,7 @@ _FRONT_HALF = (
     "__main__ api apis bench cli config defaults environment errors foreign_options frontend ipc limits models node "
     "security server speculative_config startup_log prepare tracing utils"
 )
+_INCOMPLETE = re.compile("#\\W*(of|in|by|for|with|that|which|where|to|from|as|if|beside|than)\\b", re.IGNORECASE)
 _WITH_DOCSTRING = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -28,6 +33,13 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+def incomplete_comments(source: str) -> int:
+    """The number of trailing comments that begin with a preposition or a relative pronoun."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()]
+    return sum(bool(_INCOMPLETE.match(comment.string)) for comment in comments)
+
+
 def _package(path: Path) -> str:
     """The package of a file: two levels, three in tgis/api and tgis/engines."""
     parts = path.relative_to(_ROOT).with_suffix("").parts
@@ -41,16 +53,19 @@ def _total(package: str) -> str:
 
 
 def main(folders: list[str]) -> None:
-    packages, totals = Counter[str](), Counter[str]()
+    packages, totals, incomplete = Counter[str](), Counter[str](), 0
     for folder in folders or ["tgis", "benchmarks", "tests"]:
         for path in Path(_ROOT, folder).rglob("*.py"):
             if "pb" not in path.parts:
-                packages[_package(path)] += code_lines(path.read_text())
+                source = path.read_text()
+                packages[_package(path)] += code_lines(source)
+                incomplete += incomplete_comments(source)
     for package, count in sorted(packages.items()):
         totals[_total(package)] += count
         print(f"{count:6} {package}")
     for name, count in totals.items():
         print(f"{count:6} {name} in all")
+    print(f"{incomplete:6} incomplete trailing comments")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tgis import __version__
 from tgis.config import parse
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,13 @@ def test_the_image_starts_a_configured_server_as_an_unprivileged_user() -> None:
     copied = {source.split("/")[0] for step, paths in steps if step == "COPY" for source in paths.split()[:-1]}
     allowed = {line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")}
     assert copied - {"--from=build", ""} == allowed
+
+
+def test_images_and_the_changelog_have_the_version_of_the_package() -> None:
+    pages = [*(ROOT / "deployment").rglob("*.yaml"), ROOT / "docs/deploying.md"]
+    tags = {tag for page in pages for tag in re.findall(r"(?:image: tgis:|newTag: )([\d.]+)", page.read_text())}
+    changes = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert tags == {changes[0]} == {__version__}
 
 
 def test_the_source_distribution_has_the_kernels_and_no_tests(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ ALLOWED_IMPORTS: dict[str, str] = {
     ),
     "engine_core": "batcher engines errors ipc prompts structured_output utils",
     # the command line
-    "bench": "errors pb",
+    "bench": "errors pb utils",
     "cli": "bench config engines environment errors ipc models pb prepare prompts server utils",
     "__main__": "environment errors utils",
     "vllm_tgis_adapter": "__main__",

@@ -20,24 +20,30 @@ Commands: TypeAlias = Mapping[str, tuple[str, str]]
 
 # By name: the function in `tgis.cli` and the help.
 COMMANDS = {
-    "serve": ("serve.main", "serve a model over gRPC"),
+    "serve": ("serve.main", "serve a model over HTTP and gRPC"),
     "chat": ("chat.main", "chat with the model in the terminal"),
     "generate": ("generate.main", "stream the continuation of a prompt"),
     "verify": ("verify.main", "answer recorded requests again, and compare"),
-    "tokenize": ("calls.tokenize", "tokenize a text"),
-    "model-info": ("calls.model_info", "show the model's kind and limits"),
-    "health": ("calls.health", "check a server's health (exit code 0: ready)"),
-    "bench": ("bench.main", "load test a running server"),
-    "prompts": ("prompts.main", "check a store of soft prompts and LoRA adapters"),
+    "tokenize": ("calls.tokenize", "show the tokens of a text"),
+    "model-info": ("calls.model_info", "show the kind and the limits of the served model"),
+    "health": ("calls.health", "check a server: exit code 0 if it is ready"),
+    "bench": ("bench.main", "measure the latency and throughput of a server"),
+    "prompts": ("prompts.main", "check a directory of LoRA adapters and soft prompts"),
 }
 MODEL_FILE_COMMANDS = {
-    "download-weights": ("download_weights.main", "download a model from the hub into the local cache"),
+    "download-weights": ("download_weights.main", "download a model from the Hub into the local cache"),
     "convert-to-safetensors": ("convert.safetensors", "convert .bin weights to safetensors"),
     "convert-to-fast-tokenizer": ("convert.fast_tokenizer", "convert a slow tokenizer to tokenizer.json"),
-    "convert-to-onnx": ("convert.onnx", "export a model to ONNX for hf_optimum_ort"),
-    "quantize": ("quantize.main", "quantize the weights of a model with auto-round"),
+    "convert-to-onnx": ("convert.onnx", "export a model to ONNX graphs"),
+    "quantize": ("quantize.main", "quantize a model to 4 or 8 bits with auto-round"),
 }
 COMMANDS |= MODEL_FILE_COMMANDS
+GROUPS = {
+    "Serve": ("download-weights", "serve", "prompts"),
+    "Try": ("chat", "generate", "tokenize", "model-info"),
+    "Measure and check": ("bench", "verify", "health"),
+    "Convert": ("convert-to-safetensors", "convert-to-fast-tokenizer", "convert-to-onnx", "quantize"),
+}
 # The modules that need no more than the package tgis-client installs.
 CLIENT_MODULES = ("bench", "calls", "chat", "generate", "verify")
 EXIT_INTERRUPTED = 130  # the exit code of shells for SIGINT
@@ -128,9 +134,11 @@ def run_command(function: str, argv: list[str], prog: str) -> int:
 
 
 def _usage(prog: str, commands: Commands) -> str:
-    lines = [f"  {name:<27}{help_text}" for name, (_, help_text) in commands.items()]
-    head = [f"usage: {prog} COMMAND [options]", "", "Text generation over gRPC. Commands:", ""]
-    return "\n".join([*head, *lines, "", f"See {prog} COMMAND --help for options; {prog} --version for the version."])
+    lines = [f"usage: {prog} COMMAND [options]", ""]
+    for group, names in GROUPS.items():
+        if shown := [f"  {name:<27}{commands[name][1]}" for name in names if name in commands]:
+            lines += [f"{group}:", *shown, ""]
+    return "\n".join([*lines, f"See {prog} COMMAND --help for options; {prog} --version for the version."])
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ DTYPE = choice(
     "auto", "float32", "float16", "bfloat16", "int8",
     aliases={"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 )  # fmt: skip
-FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"  # of weights
+FORMATS = "bitsandbytes", "gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "fp8", "gguf"
 QUANTIZE = choice("none", "int8", "int4", *FORMATS, aliases={"false": "none", "0": "none"})
 KV_CACHE_DTYPE = choice("auto", "int8", "bfloat16")
 # vLLM's and TGI's names for KV caches in 8 bits
@@ -66,12 +66,12 @@ CPU_ISA = choice(
     *("auto", "none", "generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),
     *("neon_dotprod", "neon_bf16"),
 )
-LOOKUPS = "[ngram]", "ngram", "suffix"  # of vLLM
+LOOKUPS = "[ngram]", "ngram", "suffix"  # vLLM's names
 SPECULATION = choice("auto", "off", "lookup", aliases=dict.fromkeys(LOOKUPS, "lookup"))
 FRACTION = decimal(0, 1, exclude_low=True)
 SECONDS = decimal(0, 86400, exclude_low=True)
 PORT = integer(0, 65535)
-MASTER_PORT = 29500  # of torch.distributed
+MASTER_PORT = 29500  # default of torch.distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +329,7 @@ class Config:
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # found while parsing; logged at startup
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # of options that are set: by what
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)  # what set each option that is set
     check: bool = field(default=False)  # only say what the server would do
 
     @property

@@ -1,13 +1,14 @@
 """Sets the environment of a process and of its children before libraries read it."""
 
 import os
+import sys
 import tempfile
 
 from tgis.config import Config
 from tgis.errors import StartError, file_errors
 from tgis.utils.private_directory import refusal_of
 
-LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
+LIBRARY_ENVIRONMENT = {  # defaults that the environment overrides
     # OpenMP threads meet at thousands of barriers per step. Spinning forever, the default, makes steps ten times as
     # long once other processes need the cores; sleeping immediately makes them 1.5 times as long at all times.
     "GOMP_SPINCOUNT": "3000",
@@ -23,7 +24,9 @@ LIBRARY_ENVIRONMENT = {  # for libraries, unless already set
 def prepare_command() -> None:
     """Set environment variables that every command needs, before it imports a library or starts a child."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it logs what our errors and log lines say already
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # with it, gRPC's threads start anew whenever we start a process
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # otherwise gRPC's threads start again whenever we start a process
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of libraries
     os.environ["PYTHONSAFEPATH"] = "1"  # no modules of the working directory: it may be that of a model
 
 

@@ -20,7 +20,7 @@ from tgis.utils import stop_signals
 
 log = logging.getLogger(__name__)
 
-_EXIT_SECONDS = 5.0  # from the first rank that has ended to the last
+_EXIT_SECONDS = 5.0  # time between the exits of the first and the last rank
 
 
 async def serve_node(config: Config, options: EngineOptions) -> int:

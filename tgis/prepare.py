@@ -73,7 +73,7 @@ class Preparation:
         graphs = sorted(path.glob("**/*.onnx*")) if engine == "hf_optimum_ort" else []
         weights = () if engine == "fake" else graphs or find_weights(path)
         jobs = [partial(digest_file, file) for file in deciding_files(weights, path, self.template_path)]
-        digests = [pool.run(LARGE_SIZE - 1, job) for job in jobs]  # in parallel, as jobs that are not large
+        digests = [pool.run(LARGE_SIZE - 1, job) for job in jobs]  # runs them in parallel: none counts as a large job
         return hashlib.sha256(b"".join(await asyncio.gather(*digests))).digest()
 
     def with_fingerprint(self, info: EngineInfo, file_digest: bytes) -> EngineInfo:

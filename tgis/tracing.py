@@ -14,7 +14,7 @@ PARENT_HEADERS = {"traceparent": 55, "tracestate": 512}  # W3C's headers, and ho
 _FLUSH_SECONDS = 2.0
 _SERVICE, _SPAN = "tgis", "generate"
 
-Phase = tuple[str, float, float]  # of a request: its name, start and end, in `time.monotonic()`
+Phase = tuple[str, float, float]  # name, start and end of a phase of a request, in `time.monotonic()`
 Headers = Iterable[tuple[str, str | bytes]]
 
 
@@ -46,9 +46,9 @@ class Tracer:
 
         # Its warnings quote a client's tracestate.
         logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
-        named = OTELResourceDetector().detect().attributes  # by OTEL_RESOURCE_ATTRIBUTES
+        named = OTELResourceDetector().detect().attributes  # attributes of OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create({"service.name": service_name or named.get("service.name") or _SERVICE})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which could take 10 s
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # its shutdown could take 10 s
         exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https:"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(_SERVICE)

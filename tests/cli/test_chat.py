@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.conten
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("chat")
-    with local_server(directory, {"step_seconds": 0.005}, TEMPLATE, SERVED_MODEL_NAME="m", DEBUG_BATCH=True) as running:
+    options = {"SERVED_MODEL_NAME": "m", "DEBUG_BATCH": True, "RECORD_PATH": directory / "records"}
+    with local_server(directory, {"step_seconds": 0.005}, TEMPLATE, **options) as running:
         yield running
 
 
@@ -49,6 +51,17 @@ def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Run) -> None:
     second = f"s:be u:ab a:{first} u:cd "[:30]
     said = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
     assert said == (0, f"{first}\n{second}\n{reset}\n", "")
+
+
+def test_the_sampling_options_are_those_of_generate(server: LocalServer, chat: Run, tmp_path: Path) -> None:
+    options = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 7 --allow-token-id 97 --bad-word x"
+    options += " --repetition-penalty 1.5 --frequency-penalty 0.5 --presence-penalty -1"
+    chat("ab\n", "--max-tokens", "3", *options.split())
+    generate = ["generate", "--target", server.target, "--record", str(tmp_path / "record"), "ab"]
+    assert __main__.run([*generate, "--max-new-tokens", "3", *options.split()]) == 0
+    records = (server.log.parent / "records").read_bytes().splitlines()[-1], (tmp_path / "record").read_bytes()
+    chatted, generated = (json.loads(record)["parameters"] for record in records)
+    assert chatted == generated
 
 
 def test_a_refusal_is_one_line(server: LocalServer, chat: Run) -> None:

@@ -1,21 +1,17 @@
 """Log output: one line per record whatever it contains, as text or JSON, with the correlation id; no writer waits."""
 
 import asyncio
-import contextlib
 import contextvars
-import itertools
 import json
 import logging
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from harness import wait_until
 
 from tgis.utils import logs, queued_stream
 from tgis.utils.queued_stream import MAX_QUEUED, QueuedStream
@@ -132,21 +128,6 @@ def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str
     for stream in logs._streams:
         stream.stop()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_progress_is_logged_until_the_block_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
-) -> None:
-    monkeypatch.setattr(logs, "PROGRESS_SECONDS", 0.001)
-    caplog.set_level(logging.INFO)
-    counter = itertools.count(1)
-    with contextlib.suppress(ValueError), logs.log_progress(lambda: f"{next(counter)} of many"):
-        wait_until(lambda: len(caplog.messages) >= 3, "progress", 60)
-        if fails:
-            raise ValueError
-    assert caplog.messages[:3] == ["  1 of many", "  2 of many", "  3 of many"]
-    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from tgis.batcher.waiting_queue import MAX_OVERTAKERS, OVERTAKING_WINDOW_SECONDS
 from tgis.ipc.messages import BatcherCounters, WaitReason
 
 _MAX_HASHES_TO_OVERTAKE = 256  # blocks hashed in one step for sequences that would overtake: about 0.2 ms
-MAX_CHUNKS = 8  # of prompts share a step's tokens: with one, the second long prompt would keep short ones waiting
-MAX_ADAPTER_RANKS = 1024  # of all LoRA adapters of a step: each token is multiplied by all of them
+MAX_CHUNKS = 8  # prompts that share a step's tokens; with one, the second long prompt would keep short ones waiting
+MAX_ADAPTER_RANKS = 1024  # sum of the ranks of a step's LoRA adapters: each token is multiplied by all of them
 
 
 def select_waiting(

@@ -20,7 +20,7 @@ from tgis.ipc.request import Request, StopReason
 from tgis.speculation.lookup import Lookup
 from tgis.speculation.speculator import Speculator
 
-MIN_ANSWER_SECONDS = 0.05  # from a decision to the answer at the client, however short the steps are
+MIN_ANSWER_SECONDS = 0.05  # least time between a decision and the answer at the client, however short the steps are
 # Steps without proposals after one with proposals ran out of memory: one token per sequence may fit.
 PAUSED_STEPS = 4096
 _MAX_SOLO_FAILURES = 2  # one may be an accident
@@ -35,12 +35,12 @@ class Batcher:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
         self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []  # in the order of their turns; callers must not change the list
-        self._to_release: list[Sequence] = []  # by the next plan
-        self._num_steps = 0  # that have succeeded
+        self.running: list[Sequence] = []  # sorted by turn; callers must not change the list
+        self._to_release: list[Sequence] = []  # released by the next plan
+        self._num_steps = 0  # successful steps
         self._num_generated_tokens = 0
         self._planned_at = 0.0
-        self._step_seconds = 0.0  # of the last step
+        self._step_seconds = 0.0  # duration of the last step
         self._capacity = CapacityLimits(limits)
         self._interleaving = PrefillInterleaving(limits.max_waiting_tokens)
         self._prefill_budget = PrefillBudget(limits.prefill_tokens, limits.max_prefill_gap_ms)
@@ -52,7 +52,7 @@ class Batcher:
         self._next_proposal_step = 0
         self._last_retry_group = 0
         self._counters = BatcherCounters()
-        self._wait_reason: WaitReason | None = None  # of the first in the queue
+        self._wait_reason: WaitReason | None = None  # why the first request in the queue waits
 
     @property
     def idle(self) -> bool:

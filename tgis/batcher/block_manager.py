@@ -73,7 +73,7 @@ class BlockManager:
 
     def needs_at_least(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether two look-ups show that a waiting sequence needs at least `num_blocks` free blocks."""
-        last = self.blocks_for(seq, len(seq.tokens) + 1) - num_blocks  # of the blocks that would have to be in use
+        last = self.blocks_for(seq, len(seq.tokens) + 1) - num_blocks  # the last block that would have to be in use
         if last < 0:
             return False
         if last >= self._max_cached_blocks(seq):

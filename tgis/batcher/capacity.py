@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from tgis.errors import StartError
 
-_SHRINK_FACTOR = 0.9  # of the context that did not fit
+_SHRINK_FACTOR = 0.9  # share of the context that did not fit
 _RECOVERY_STEPS = 256  # successful steps before a limit grows again
 _RECOVERY_DIVISOR = 64  # it grows by 1/64
 
@@ -27,7 +27,7 @@ class BatchLimits:
 
     max_batch_size: int
     token_capacity: int  # tokens of context that fit into memory beside the largest step, padding included
-    prefill_tokens: int  # of one prefill, padding included; of one step, where prefill is chunked
+    prefill_tokens: int  # tokens of one prefill with padding; of one step if prefill is chunked
     max_prefill_padding: float = 1.0  # share of a prefill; 1 is off
     padded: bool = False
     block_size: int = 0  # tokens of a KV block; 0: no blocks, no chunked prefill

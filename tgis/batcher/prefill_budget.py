@@ -8,8 +8,9 @@ blocks need whole prompts, which split_whole selects.
 from tgis.batcher.sequence import Sequence, StepPlan
 
 _MIN_PREFILL_SHARE = 8  # at least 1/8 of a step's tokens are for prompts: with fewer, multipliers idle
-_ENOUGH_SHARE = 3 / 8  # of a step's tokens in prompts that end with it: if more end together, each ends later
-_TARGET_SHARE = 0.8  # of the longest gap: times vary, and the next tokens of a prompt attend to more
+# Largest share of a step's tokens in prompts that end with it: if more end together, each ends later.
+_ENOUGH_SHARE = 3 / 8
+_TARGET_SHARE = 0.8  # share of the longest gap: times vary, and the next tokens of a prompt attend to more
 _MAX_PROMPT_LOGPROBS_PER_STEP = 512  # tokens of one sequence whose logits are kept
 
 

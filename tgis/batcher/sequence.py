@@ -24,14 +24,14 @@ class Sequence:
     prompt_length: int = field(init=False)
     max_length: int = field(init=False)  # tokens, prompt included
     num_computed_tokens: int = 0
-    num_counted_tokens: int = 0  # of the prompt, soft prompt included, that StepStats.prompt_tokens has counted
-    was_scheduled: bool = False  # in the batch of a step that succeeded
+    num_counted_tokens: int = 0  # prompt tokens counted by StepStats.prompt_tokens, soft prompt included
+    was_scheduled: bool = False  # was in the batch of a successful step
     solo_failures: int = 0  # consecutive steps that failed with this sequence alone
-    start_tag: int = 0  # in the virtual time of the waiting queue
+    start_tag: int = 0  # virtual time of the waiting queue
     retry_group: int = 0  # after a failed step only sequences of the same group share a step; 0: none
     stop_reason: StopReason = StopReason.NOT_FINISHED
     block_table: list[int] = field(default_factory=list)  # KV blocks in the order of the tokens
-    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as they have been needed
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     state_slot: int = -1  # a running sequence has the states of its recurrent layers there
     state_source: int = -1  # the slot of the snapshot that its first step continues from; -1: none, or its own slot

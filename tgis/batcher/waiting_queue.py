@@ -8,7 +8,8 @@ from tgis.batcher.sequence import Sequence
 
 OVERTAKING_WINDOW_SECONDS = 1.0
 MAX_OVERTAKERS = 64  # considered in one step: a long queue of what does not fit must cost little time
-TOKENS_PER_ROUND = 128  # from the head of the queue to a new client: without it, ever new ones would starve others
+# Distance of a new client from the head of the queue: without it, ever new ones would starve others.
+TOKENS_PER_ROUND = 128
 
 
 class WaitingQueue:

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from tgis.bench.client import BenchSettings, RequestRecord
@@ -17,6 +18,7 @@ from tgis.bench.workload import (
     random_prompts,
 )
 from tgis.errors import StartError
+from tgis.utils.progress import watched
 
 
 @dataclass(slots=True)
@@ -54,7 +56,15 @@ async def measure(report: Report, client: GrpcClient, say: Callable[[str], None]
         if settings.warmup:
             await _drive(LevelResult(level, settings), Budget(settings.warmup, None), client, prompts)
         report.results.append(result := LevelResult(level, settings))
-        await _drive(result, Budget(settings.requests, settings.duration), client, prompts)
+        with _progress(result):
+            await _drive(result, Budget(settings.requests, settings.duration), client, prompts)
+
+
+def _progress(result: LevelResult) -> AbstractContextManager[None]:
+    settings = result.settings
+    if settings.requests:
+        return watched("requests", lambda: sum(bool(record.status) for record in result.records), settings.requests)
+    return watched("seconds", lambda: int(time.perf_counter() - result.started), settings.duration)
 
 
 async def _make_prompts(report: Report, client: GrpcClient) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Summary:
     """The figures of a level."""
 
     ok: int
-    failed: dict[str, int]  # by status code
+    failed: dict[str, int]  # failures by status code
     short: int  # succeeded with fewer tokens than requested
     duration_s: float
     input_tokens: int
@@ -34,9 +34,9 @@ class Summary:
     tpot_ms: Percentiles
     max_gap_ms: Percentiles
     latency_ms: Percentiles
-    send_delay_ms: Percentiles  # from scheduled to sent: added by the load generator itself
+    send_delay_ms: Percentiles  # delay between the scheduled and the actual start, added by the load generator itself
     client_cpu: float  # share of one core that the load generator used
-    server_cpu_us_per_token: float | None  # of the process asked for, per output token
+    server_cpu_us_per_token: float | None  # CPU time of --server-pid per output token
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:

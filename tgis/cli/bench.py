@@ -62,7 +62,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("Load", "several levels, separated by commas, run one after the other")
     kind = load.add_mutually_exclusive_group()
     kind.add_argument(
-        "--concurrency", type=_comma_separated(COUNT), metavar="N,...", help="requests at any time (default 1)"
+        "--concurrency", type=_comma_separated(COUNT), metavar="N,...", help="requests in flight at once (default 1)"
     )
     kind.add_argument(
         "--rate",
@@ -71,15 +71,15 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="requests a second, at random times (Poisson)",
     )
     length = load.add_mutually_exclusive_group()
-    length.add_argument("--requests", type=COUNT, metavar="N", help="requests of each level")
+    length.add_argument("--requests", type=COUNT, metavar="N", help="number of requests of each level")
     length.add_argument(
         "--duration",
         type=AMOUNT,
         metavar="S",
-        help=f"seconds in which requests of each level start (default {DEFAULT_DURATION:g})",
+        help=f"seconds for which each level sends requests (default {DEFAULT_DURATION:g})",
     )
     load.add_argument(
-        "--warmup", type=integer(0), default=1, metavar="N", help="requests before each level (default 1)"
+        "--warmup", type=integer(0), default=1, metavar="N", help="uncounted requests before each level (default 1)"
     )
     load.add_argument(
         "--server-pid",
@@ -105,7 +105,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end an output")
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("--stream", action="store_true", default=True, help="stream the outputs (default)")
-    kind.add_argument("--unary", dest="stream", action="store_false", help="whole outputs, one input a call")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="get each output in one response")
 
 
 async def _measure(report: Report, args: argparse.Namespace) -> None:

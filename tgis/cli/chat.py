@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 
-from tgis.cli import client
+from tgis.cli import client, sampling
 from tgis.errors import StartError
 from tgis.utils.options import TEXT, Parser, integer
 
@@ -36,6 +36,8 @@ def _parser(prog: str) -> Parser:
     parser.add_argument("--model", type=TEXT, metavar="NAME", help="adapter to chat with (default: the model)")
     parser.add_argument("--system", type=TEXT, metavar="TEXT", help="system message, sent before the chat")
     parser.add_argument("--max-tokens", type=integer(1), metavar="N", help="maximum number of tokens of each answer")
+    sampling.add_sampling(parser.add_argument_group("Sampling (default: as the model suggests)").add_argument)
+    sampling.add_decoding(parser.add_argument_group("Decoding").add_argument)
     return parser
 
 
@@ -59,7 +61,8 @@ class Chat:
             return
         asked, answer, thought = [*self._messages, {"role": "user", "content": line}], "", False
         system = [{"role": "system", "content": self._options.system}] if self._options.system else []
-        body = {"model": self.model, "messages": system + asked, "stream": True, "max_tokens": self._options.max_tokens}
+        body = {name: getattr(self._options, name) for name in ("max_tokens", *sampling.FIELDS)}
+        body |= {"model": self.model, "messages": system + asked, "stream": True}
         try:
             lines = client.http_call(self._options, "/v1/chat/completions", body, self._options.timeout)
             with contextlib.closing(lines):

@@ -79,7 +79,9 @@ def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the ids that requests with a text take."""
     group = parser.add_argument_group("Adapter")
     group.add_argument("--adapter-id", type=TEXT, metavar="ID", help="LoRA adapter or soft prompt to apply")
-    group.add_argument("--prefix-id", type=TEXT, metavar="ID", help="soft prompt to apply; --adapter-id overrides it")
+    group.add_argument(
+        "--prefix-id", type=TEXT, metavar="ID", help="soft prompt to apply, unless --adapter-id is given"
+    )
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def _parser(prog: str) -> Parser:
         default=True,
         help="if the hub has only .bin weights, download and convert those; likewise a slow tokenizer (default: yes)",
     )
-    parser.add_argument("--auto_convert", type=BOOLEAN, help=argparse.SUPPRESS)  # as in vllm-tgis-adapter
+    parser.add_argument("--auto_convert", type=BOOLEAN, help=argparse.SUPPRESS)  # vllm-tgis-adapter's spelling
     return parser
 
 

@@ -3,24 +3,21 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from tgis.cli import client
+from tgis.cli.sampling import NUMBER, UINT32, Add, add_decoding, add_sampling
 from tgis.errors import OptionError, StartError, file_errors
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-from tgis.utils.options import PATH, Parser, decimal, integer
+from tgis.utils.options import PATH, Parser, decimal
 from tgis.utils.private_file import append_line
 
-Add: TypeAlias = Callable[..., argparse.Action]
 M = TypeVar("M", bound=Message)
-_UINT32 = integer(0, 2**32 - 1)
-_FLOAT = decimal(0, 1e9)
-_PENALTY = decimal(-2, 2)
 
 
 def _milliseconds(text: str) -> int:
@@ -57,8 +54,11 @@ def _parser(prog: str) -> Parser:
     client.add_arguments(parser, timeout=None)
     client.add_adapter_arguments(parser)
     _add_stopping(parser.add_argument_group("Stopping").add_argument)
-    _add_sampling(parser.add_argument_group("Sampling (default: greedy)").add_argument)
-    _add_decoding(parser.add_argument_group("Decoding").add_argument)
+    add = parser.add_argument_group("Sampling (default: greedy)").add_argument
+    add("--sample", action="store_true", help="sample tokens; implied by each option below")
+    add_sampling(add)
+    add("--typical-p", type=NUMBER, metavar="X", help="sample from the most typical tokens that sum to X; 1 = off")
+    add_decoding(parser.add_argument_group("Decoding").add_argument)
     add = parser.add_argument_group("Structured output", "one of these").add_mutually_exclusive_group().add_argument
     add("--choice", dest="choices", action="append", metavar="X", help="one of several texts; repeat it for each")
     add("--json-schema", metavar="X", help="JSON that conforms to this schema")
@@ -68,46 +68,29 @@ def _parser(prog: str) -> Parser:
 
 
 def _add_stopping(add: Add) -> None:
-    add("--max-new-tokens", type=_UINT32, metavar="N", help="maximum number of new tokens (default: the server's)")
-    add("--min-new-tokens", type=_UINT32, metavar="N", help="minimum number of new tokens")
+    add(
+        "--max-new-tokens",
+        type=UINT32,
+        metavar="N",
+        help="maximum number of new tokens (default: the server's)",
+    )
+    add("--min-new-tokens", type=UINT32, metavar="N", help="minimum number of new tokens")
     add("--stop", dest="stop_sequences", action="append", metavar="TEXT", help="stop sequence; may be repeated")
     help_text = "token that also ends the output; may be repeated"
-    add("--stop-token-id", dest="stop_token_ids", action="append", type=_UINT32, metavar="N", help=help_text)
+    add("--stop-token-id", dest="stop_token_ids", action="append", type=UINT32, metavar="N", help=help_text)
     add("--time-limit", dest="time_limit_millis", type=_milliseconds, metavar="X", help="time limit in seconds")
 
 
-def _add_sampling(add: Add) -> None:
-    add("--sample", action="store_true", help="sample tokens; implied by each option below")
-    add("--temperature", type=_FLOAT, metavar="X", help="1 = off, <1 sharpens, >1 flattens the distribution")
-    add("--top-k", type=_UINT32, metavar="N", help="sample from the N most likely tokens")
-    add("--top-p", type=_FLOAT, metavar="X", help="sample from the most likely tokens that sum to X; 1 = off")
-    add("--typical-p", type=_FLOAT, metavar="X", help="sample from the most typical tokens that sum to X; 1 = off")
-    add("--min-p", type=_FLOAT, metavar="X", help="sample from tokens at least X times as likely as the best; 0 = off")
-    add("--seed", type=integer(0, 2**64 - 1), metavar="N", help="the same seed gives the same output")
-
-
-def _add_decoding(add: Add) -> None:
-    repetition = "penalty on tokens already in the text; 1 = off, >1 discourages repetition"
-    add("--repetition-penalty", type=_FLOAT, metavar="X", help=repetition)
-    frequency = "penalty on tokens for each time they are in the output; 0 = off, >0 discourages repetition"
-    add("--frequency-penalty", type=_PENALTY, metavar="X", help=frequency)
-    presence = "penalty on tokens already in the output; 0 = off, >0 discourages repetition"
-    add("--presence-penalty", type=_PENALTY, metavar="X", help=presence)
-    add("--bad-word", dest="bad_words", action="append", metavar="TEXT", help="banned word; may be repeated")
-    allowed = "allowed token (default: all); may be repeated"
-    add("--allow-token-id", dest="allowed_token_ids", action="append", type=_UINT32, metavar="N", help=allowed)
-
-
 def _request(text: str, options: argparse.Namespace) -> pb.SingleGenerationRequest:
-    sampling, decoding = _from_options(pb.SamplingParameters, options), _from_options(pb.DecodingParameters, options)
+    sampled, decoding = _from_options(pb.SamplingParameters, options), _from_options(pb.DecodingParameters, options)
     if options.choices:
         decoding.choice.choices.extend(options.choices)
-    is_sampled = options.sample or sampling != pb.SamplingParameters()
+    is_sampled = options.sample or sampled != pb.SamplingParameters()
     return pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
         params=pb.Parameters(
             method=pb.SAMPLE if is_sampled else pb.GREEDY,
-            sampling=sampling,
+            sampling=sampled,
             stopping=_from_options(pb.StoppingCriteria, options),
             decoding=decoding,
             response=pb.ResponseOptions(record=options.record is not None),

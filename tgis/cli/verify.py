@@ -6,7 +6,6 @@ of the time that the answer took.
 
 import argparse
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -14,6 +13,7 @@ from typing import Any
 
 from tgis.cli import client
 from tgis.errors import OptionError, StartError, file_errors
+from tgis.utils import progress
 from tgis.utils.options import PATH, Parser, integer
 
 _COMPARED = ("adapter_digest", "output_ids", "text", "stop_reason", "logprobs")
@@ -26,12 +26,11 @@ def main(argv: list[str], prog: str) -> int:
     with file_errors(f"cannot read {options.file}", OptionError):
         lines = options.file.read_bytes().splitlines()  # texts may have the line breaks of Unicode
     with ThreadPoolExecutor(options.streams) as threads:
-        for number, difference in enumerate(threads.map(partial(_verify, options), lines), 1):
+        answers = progress.bar(threads.map(partial(_verify, options), lines), "verifying", len(lines))
+        for number, difference in enumerate(answers, 1):
             num_equal += not difference
             if difference:
-                print(f"{options.file}:{number}: {difference}")
-            if sys.stderr.isatty():
-                print(f"{number} of {len(lines)} verified", end="\r", file=sys.stderr)
+                answers.write(f"{options.file}:{number}: {difference}")
     print(f"{num_equal} of {len(lines)} answers are equal")
     return 0 if num_equal == len(lines) else 1
 
@@ -40,8 +39,8 @@ def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Answer recorded requests again, and compare: exit code 0 if all are equal.")
     add = parser.add_argument
     add("file", type=PATH, help="records of tgis generate --record, or of a server with RECORD_PATH")
-    add("--any", action="store_true", help="compare with a server that has another fingerprint, too")
-    add("--streams", type=integer(1, 1024), default=8, metavar="N", help="requests at any time (default: 8)")
+    add("--any", action="store_true", help="also compare if the fingerprint of the server differs")
+    add("--streams", type=integer(1, 1024), default=8, metavar="N", help="requests in flight at once (default: 8)")
     client.add_arguments(parser, timeout=None, target=client.HTTP_TARGET)
     return parser
 

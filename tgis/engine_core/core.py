@@ -32,7 +32,7 @@ from tgis.utils.memory import return_unused_memory
 log = logging.getLogger(__name__)
 
 _DETAILS_PER_MESSAGE = 2048  # tokens and candidates
-_MAX_SHOWN_SEQS = 100  # of those that run and of those that wait
+_MAX_SHOWN_SEQS = 100  # sequences of each kind: running and waiting
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ class LookupTable:
     """All lookups that are not released; at most one thread works on a target."""
 
     def __init__(self, send: Callable[[Acquired], None]) -> None:
-        self.finders: dict[type[str | GrammarSpec], Finder] = {}  # of adapters by id, and of grammars
+        self.finders: dict[type[str | GrammarSpec], Finder] = {}  # finders of adapters (by id) and of grammars
         self._send = send
         self._lock = threading.Lock()
-        self._held: dict[int, Future[Any]] = {}  # by lookup id
+        self._held: dict[int, Future[Any]] = {}  # results by lookup id
         # Adapters while they are loaded, since their files may change, and the latest grammars; the latest last.
         self._known: dict[str | GrammarSpec, Future[Any]] = {}
 

@@ -22,9 +22,10 @@ class StepResult:
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]  # one per token, or none; empty when no sequence asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by request id
-    failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)  # by request id; tokens are meaningless
-    verified: Mapping[int, list[int]] = field(default_factory=dict)  # by request id: computed proposals and drafts
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # results by request id
+    # Failures by request id; the tokens of these requests are meaningless.
+    failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)
+    verified: Mapping[int, list[int]] = field(default_factory=dict)  # computed proposals and drafts by request id
 
 
 class Engine(Protocol):

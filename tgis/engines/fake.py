@@ -104,7 +104,7 @@ class FakeEngine(Engine):
         return [_make_logprobs(options, token, self.info.vocab_size) for token in tokens]
 
 
-@functools.lru_cache(maxsize=4096)  # to make up those of 4,000 input tokens would take two steps of 10 ms
+@functools.lru_cache(maxsize=4096)  # making 4,000 input tokens again would take two steps of 10 ms
 def _make_logprobs(options: LogprobOptions, token: int, vocab_size: int) -> TokenLogprobs:
     logprob, step = (-0.5, 1) if options.logprobs else (0.0, 0)
     top = [((token + i) % vocab_size, logprob - i * step) for i in range(options.top_n_tokens)]

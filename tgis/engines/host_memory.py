@@ -17,7 +17,7 @@ from torch import Tensor
 
 Part = Sequence[int] | NDArray[np.int64]
 
-_ALIGNMENT = 2  # in int64: 16 bytes, by which Triton specializes kernels
+_ALIGNMENT = 2  # alignment in int64: 16 bytes, a condition under which Triton specializes kernels
 _PAGE = 2 << 20
 _CHUNK = 64 << 20  # shared by several tensors
 _CACHE_LINE = 64

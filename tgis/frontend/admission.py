@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from tgis.errors import SHUTTING_DOWN, Overloaded, Unavailable
 
-_LAST_WORD_SECONDS = 1.0  # for clients to read that the server is shutting down
+_LAST_WORD_SECONDS = 1.0  # lets clients read that the server is shutting down
 
 
 class Quota:
@@ -16,7 +16,7 @@ class Quota:
     def __init__(self, what: str, limit: int, per_client: int) -> None:
         self.limit, self.per_client = limit, min(per_client, limit)
         self._what = what
-        self._held: Counter[bytes] = Counter()  # by client
+        self._held: Counter[bytes] = Counter()  # inputs held by each client
         self.total = 0
 
     def most(self, client: bytes) -> int:

@@ -31,7 +31,7 @@ class GenerateCall:
     client: bytes = b""  # key of the caller in quotas; empty: unknown
     token_ids: Sequence[Sequence[int]] | None = None  # the inputs, where they come tokenized
     api: str = "grpc"  # through which it came
-    identity: bytes = b""  # of the caller
+    identity: bytes = b""  # identity of the caller
     adapter: tuple[str, str] | None = None  # field and id of a soft prompt or LoRA adapter
     answer_deadline: float | None = None  # `time.monotonic()`: end with the output so far shortly before it
     n: int = 1  # outputs of each input
@@ -52,4 +52,4 @@ class TokenizeCall:
     return_offsets: bool
     adapter: tuple[str, str] | None = None  # field and id; must exist, changes nothing
     add_special_tokens: bool = True
-    max_tokens: int | None = None  # that a reply has room for
+    max_tokens: int | None = None  # tokens that a reply has room for

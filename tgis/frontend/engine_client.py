@@ -33,7 +33,7 @@ class EngineClient:
         self._metrics = metrics
         process.listen(self.handle, self._fail_all)
         self._open: dict[int, EngineOutput] = {}
-        self.next_id = itertools.count(1).__next__  # of a request or a lookup
+        self.next_id = itertools.count(1).__next__  # ids of requests and lookups
         self._cancelled: list[int] = []  # requests and lookups, in this iteration of the loop
         # The engine's answers; None if it has died.
         self._lookups: dict[int, asyncio.Future[Acquired | None]] = {}

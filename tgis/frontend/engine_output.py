@@ -18,7 +18,7 @@ class RequestTimings:
 
     arrived: float  # the call
     submitted: float
-    scheduled: float = 0.0  # for its first step
+    scheduled: float = 0.0  # when its first step was planned
     first_token: float = 0.0
     last_token: float = 0.0  # or the end, if it came without one
 
@@ -67,7 +67,7 @@ class EngineOutput:
         self.num_cached_tokens = 0  # input tokens found in the prefix cache
         self.new_tokens: list[int] = []
         self.new_logprobs: list[TokenLogprobs] = []  # one per new token, or none at all
-        self.num_new_steps = 0  # that made the new tokens
+        self.num_new_steps = 0  # steps that made the new tokens
         self.stop_reason = StopReason.NOT_FINISHED  # after the last new token
         self.error: RequestError | None = None
         self.ended = False

@@ -35,7 +35,7 @@ class EngineWatchdog:
         self._ticked_at = now
         self._awake = 0.0  # seconds counted until then; so are the times below
         self._last_progress = 0.0
-        self._last_heartbeats = {0: 0.0}  # by rank; those of the others start while the model loads
+        self._last_heartbeats = {0: 0.0}  # times by rank; ranks above 0 start to report while the model loads
 
     def tick(self, now: float) -> float:
         """Return by how many seconds this tick is late."""

@@ -39,7 +39,7 @@ class ServerInfo:
 
     engine: EngineInfo
     limits: RequestLimits
-    max_queued_tokens: int  # of inputs that wait; 0 is no limit
+    max_queued_tokens: int  # limit of tokens in waiting inputs; 0: no limit
     random_seed: int | None  # None: different seeds in every run
     log_text: bool
 
@@ -63,17 +63,17 @@ class Generator:
         self.admission = admission
         self._tracer = tracer
         self._client = client
-        self._decoders = {  # by `skip_special_tokens` of a request
+        self._decoders = {  # decoders by `skip_special_tokens`
             None: decoder,
             True: decoder.variant(output_special_tokens=False),
             False: decoder.variant(output_special_tokens=True),
         }
-        self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # of every token
+        self.token_decoder = decoder.variant(output_special_tokens=True, hide_eos=False)  # shows every token
         self._tokenizer = decoder.tokenizer
         self.is_special = decoder.tokenizer.is_special
         self._lookups = lookups
         self.metrics = metrics
-        self.pool = decoder.tokenizer.pool  # of all work that would hold the event loop
+        self.pool = decoder.tokenizer.pool  # runs all work that would hold up the event loop
         self._seeds = random.Random(server_info.random_seed)
 
     def special_token_ids(self, texts: Iterable[str]) -> tuple[int, ...]:

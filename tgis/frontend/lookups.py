@@ -16,7 +16,7 @@ from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarSpec
 from tgis.structured_output.lark import to_lark
 
 ADAPTER_TIMEOUT, GRAMMAR_TIMEOUT = 5.0, 10.0  # seconds
-_SHOWN_ID_CHARACTERS = 100  # in an error message
+_SHOWN_ID_CHARACTERS = 100  # length in an error message
 
 
 class Lookups:

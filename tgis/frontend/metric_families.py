@@ -199,7 +199,7 @@ class SpeculationFamilies:
         accepted = add.counter("tgi_speculation_accepted_tokens", "Tokens computed ahead that were kept.", _PROPOSERS)
         self.counters = [
             each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)
-        ]  # in the order of BatcherCounters
+        ]  # same order in BatcherCounters
         self.step_tokens = add.histogram(
             "tgi_speculation_step_tokens", "Tokens of a sequence from a step with proposals.", _POWERS_OF_TWO_TO_64
         )
@@ -220,7 +220,7 @@ class BatchFamilies:
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
         self.speculation = SpeculationFamilies(add)
-        self.admissions = [  # in the order of BatcherCounters
+        self.admissions = [  # same order in BatcherCounters
             add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),
             add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time."),
             add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large."),

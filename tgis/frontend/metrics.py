@@ -94,7 +94,7 @@ class Metrics:
         if stats.prefill:
             batches.next_tokens.observe(stats.prefill_tokens)
             batches.size.labels("prefill").observe(stats.num_prefills)
-        if stats.num_decodes:  # in a prefill too, where the engine mixes them
+        if stats.num_decodes:  # engines that mix prefill and decodes have both
             batches.size.labels("next_token").observe(stats.num_decodes)
         batches.concatenation.inc(stats.concatenated)
         for seconds, _ in stats.first_scheduled.values():
@@ -135,7 +135,7 @@ class ServiceMetrics(ServiceFamilies):
         self._registry = families.registry
         self.scrape = families.scrape
         self._identity = {"version": version, "commit": commit, "model": model}
-        self._max_adapters = 0  # in a batch
+        self._max_adapters = 0  # most adapters in a batch
         self._num_log_lines_dropped = 0
         unknown = dict.fromkeys(("engine", "dtype", "device", "quantize", "kv_cache_dtype", "fingerprint"), "")
         self.info.labels(**self._identity, **unknown).set(1)
@@ -186,6 +186,6 @@ class ServiceMetrics(ServiceFamilies):
         self.running_adapters.set(len(running))
         self.waiting_adapters.set(len(waiting))
         self.lora_requests.clear()
-        if self._max_adapters:  # as the Gateway API inference extension reads it
+        if self._max_adapters:  # metric of the Gateway API inference extension
             names = ",".join(sorted(running)), ",".join(sorted(waiting))
             self.lora_requests.labels(self._max_adapters, *names).set(time.time())

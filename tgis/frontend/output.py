@@ -16,7 +16,7 @@ from tgis.frontend.params import Params
 from tgis.frontend.stop_strings import StopStringMatcher
 from tgis.ipc.request import StopReason, TokenLogprobs
 
-LOGGED_CHARACTERS = 32  # of a text, where logs may contain text
+LOGGED_CHARACTERS = 32  # most characters of a text in the log
 
 
 class TokenInfo(NamedTuple):
@@ -33,7 +33,7 @@ class TokenInfo(NamedTuple):
 class RequestOutput:
     """One response message: a whole output, or the next chunk of a stream."""
 
-    index: int = 0  # of the output among those of the call
+    index: int = 0  # position among the outputs of the call
     text: str = ""
     input_token_count: int = 0
     generated_token_count: int = 0
@@ -41,10 +41,10 @@ class RequestOutput:
     stop_sequence: str = ""
     seed: int = 0
     tokens: Sequence[TokenInfo] = ()
-    input_tokens: Iterable[TokenInfo] = ()  # to be read once
+    input_tokens: Iterable[TokenInfo] = ()  # can be read once
     num_details: int = 0  # tokens and candidates for them
     num_cached_tokens: int = 0  # input tokens found in the prefix cache; in the last chunk or a whole output
-    timings: RequestTimings | None = None  # of a whole output
+    timings: RequestTimings | None = None  # timings of a complete output
     record: str = ""  # JSON, in the last message of a call that asks for it
     prediction_tokens: Mapping[str, int] | None = None  # counts by name in usage, in the last message
 
@@ -207,7 +207,7 @@ class Output:
 
     def _input_tokens(self) -> Iterable[TokenInfo]:
         """Each is made when it is read: a long input has many, with candidates."""
-        parts = self.engine_output.prompt_logprobs  # of an encoder-decoder, those of its input only
+        parts = self.engine_output.prompt_logprobs  # an encoder-decoder has those of its input only
         tokens = self.request.tokens[-sum(part.num_tokens for part in parts) :]
         return map(self._token_info, tokens, chain.from_iterable(part.decode() for part in parts)) if parts else ()
 

@@ -54,7 +54,7 @@ class Params(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: GrammarSpec | None = None
     truncate_input_tokens: UInt = 0
     add_special_tokens: bool = True  # unless the server turns them off
-    skip_special_tokens: bool | None = None  # in the output; None: the server's default
+    skip_special_tokens: bool | None = None  # None: the server's default
     input_text: bool = False
     token_ids: bool = False  # report the ids of tokens
     record: bool = False  # return the record of each answer

@@ -88,7 +88,7 @@ class Recorder:
 def _recorded_params(output: Output) -> Params:
     params, request = output.params, output.request
     return Params(
-        sampling=replace(request.sampling_params, bad_words=()),  # as texts in `bad_words`
+        sampling=replace(request.sampling_params, bad_words=()),  # `bad_words` has them as texts
         logprob_options=replace(params.logprob_options, generated_tokens=True, input_tokens=False),
         seed=request.sampling_params.seed,
         max_new_tokens=request.max_new_tokens,

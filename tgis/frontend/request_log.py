@@ -42,7 +42,7 @@ def _fields(call: GenerateCall, output: Output, num_tokens: int, *, num_outputs:
     alone = call.kind is CallKind.STREAM and num_outputs == 1
     correlation_id, index = logs.correlation_id(), "" if alone else f"-{output.index}"
     return {
-        "request_id": request.id if correlation_id is None else correlation_id + index,  # as in vllm-tgis-adapter
+        "request_id": request.id if correlation_id is None else correlation_id + index,  # same ids in vllm-tgis-adapter
         "api": call.api,
         "input_tokens": request.input_length,
         "prefix_id": request.adapter.id if request.adapter else None,

@@ -39,7 +39,7 @@ class Encoding:
 
     packed_ids: "array[int]"  # the last ones, if not all were wanted
     packed_offsets: "array[int]"  # begin and end of each of these tokens; empty unless requested
-    num_tokens: int  # of the complete text
+    num_tokens: int  # length of the complete text
 
     @classmethod
     def of_ids(cls, ids: Sequence[int], keep_last: int) -> "Encoding":

@@ -32,14 +32,14 @@ class RequestLimits:
 
     max_sequence_length: int  # input and output
     max_new_tokens: int
-    include_stop_sequence: bool  # where the request does not say
+    include_stop_sequence: bool  # default if the request does not say
     default_max_new_tokens: int | None = 20  # likewise; None: all that fits
     max_top_n_tokens: int = 10
     max_grammar_bytes: int = 1 << 16
     placeholder_id: int = 0  # the token that stands for each virtual token of a soft prompt
     max_request_tokens: int = UNLIMITED  # input and output that fit into memory
-    max_positions: int = UNLIMITED  # of an input, and of an output, whatever the memory
-    input_vocab_size: int = UNLIMITED  # of the model; its tokenizer may have more ids
+    max_positions: int = UNLIMITED  # positions of an input, and of an output, whatever the memory
+    input_vocab_size: int = UNLIMITED  # ids that the model knows; its tokenizer may have more
     vocab_size: int = UNLIMITED  # width of the logits
     max_input_tokens: int | None = None  # None: one less than the maximum sequence length
 

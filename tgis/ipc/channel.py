@@ -87,7 +87,7 @@ class Channel:
         self._send_lock = threading.Lock()
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._handlers: dict[type, Callable[[Any], None]] = {}
-        self.resident_cache_bytes: Callable[[], int] = lambda: 0  # of the engine, once it is loaded
+        self.resident_cache_bytes: Callable[[], int] = lambda: 0  # memory of the engine's caches, once it is loaded
         threading.Thread(target=self._read, daemon=True, name="channel").start()
 
     def receive(self, *, timeout: float | None = None) -> list[Any]:

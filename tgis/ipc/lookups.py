@@ -6,18 +6,18 @@ import msgspec
 
 MAX_GRAMMAR_DEPTH = 64  # nested JSON schemas
 MAX_GRAMMAR_REPETITIONS = 10_000  # counts such as maxLength
-FIRST_TOOL_LINE = 2  # in a grammar of tools: where that of tools[0] is
+FIRST_TOOL_LINE = 2  # line of tools[0] in a grammar of tools
 
 
 class AdapterRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The adapter of a request: a soft prompt, which replaces the first `length` tokens, or LoRA, of length 0."""
 
-    id: str  # as the call names it
+    id: str  # name in the call
     length: int  # virtual tokens
     decoder_length: int  # how many of these go before the output of an encoder-decoder
-    lookup_id: int  # of the lookup that found it
+    lookup_id: int  # lookup that found the adapter
     version: int  # a digest of its files: cached prefixes are valid for one version only
-    rank: int = 0  # of LoRA, the highest of any layer
+    rank: int = 0  # highest LoRA rank of any layer
 
 
 class AdapterStoreOptions(msgspec.Struct, frozen=True):
@@ -74,14 +74,14 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     """The second message to the engine process: the bytes that each token adds to an output; empty for special ones."""
 
-    tokens: list[bytes]  # by id; none where structured output is not supported
-    first_tokens: dict[int, bytes] = {}  # of those that add other bytes at the beginning of an output
+    tokens: list[bytes]  # bytes by token id; empty without structured output
+    first_tokens: dict[int, bytes] = {}  # tokens that add other bytes at the beginning of an output
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     """Load an adapter or compile a grammar, and keep it until the lookup is cancelled."""
 
-    lookup_id: int  # from the same sequence as request ids
+    lookup_id: int  # number of the same sequence as request ids
     target: str | GrammarSpec  # id of an adapter, or a grammar
 
 

@@ -29,7 +29,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     max_waiting_tokens: int
     batch_safety_margin: int | None  # percent of memory kept free; None: the engine decides
     cuda_memory_fraction: float
-    num_threads: int  # of all shards on this machine
+    num_threads: int  # threads of all shards on this machine
     log_level: str
     json_output: bool
     config_eos_ids: tuple[int, ...] = ()  # those that length penalties boost; empty: all
@@ -37,31 +37,31 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
     kv_cache_bytes: int | None = None  # None: the engine decides from free memory
     kv_cache_dtype: str = "auto"  # int8, or bfloat16, which must be that of the model
     num_shards: int = 1  # tensor-parallel processes, of all machines
-    rank: int = 0  # of this process
+    rank: int = 0  # rank of this process
     nnodes: int = 1  # machines that they are on
-    node_rank: int = 0  # of this one
+    node_rank: int = 0  # rank of this node
     shared_memory: int | None = None  # a file in it, if all ranks are on one machine
-    master_addr: str | None = None  # of node 0, for the others
+    master_addr: str | None = None  # address of node 0 for the other nodes
     master_port: int = 0
     cluster_secret_path: str | None = None
-    cluster_interface: str | None = None  # of collectives; None: where the connections between nodes are
+    cluster_interface: str | None = None  # interface of collectives; None: that of the connections between nodes
     cluster_timeout_seconds: float = 10.0  # until another node that does not answer counts as gone
     adapter_store: AdapterStoreOptions | None = None
-    max_prefill_tokens: int | None = None  # of a step; None: as many as the engine likes
+    max_prefill_tokens: int | None = None  # limit of a step; None: the engine decides
     max_prefill_gap_ms: int | None = None  # None: the engine's default
-    max_top_n_tokens: int = 10  # of a request
+    max_top_n_tokens: int = 10  # limit of a request
     compile: bool | None = None  # use torch.compile; None: on CUDA
     strict: bool = False  # StartError instead of a warning if an option is ignored or replaced
     estimate_memory: str = "off"  # auto, manual or off
-    cache_dir: str = ""  # of CPU kernels that are not prebuilt
+    cache_dir: str = ""  # directory of CPU kernels that are not prebuilt
     cpu_isa: str = "auto"  # instruction set of the CPU kernels, or none
     quantize: str = "none"  # int8, int4, or the name of a format
     quantize_logits: bool = False
     quantize_activations: str = "auto"  # none or int8
     kv_cache_idle_seconds: float = 0.0  # without sequences, after which memory is given back; 0: never
     speculation: str = "off"  # auto, off or lookup
-    speculation_max_tokens: int = 15  # that are proposed for a sequence in one step
-    speculator_path: str | None = None  # of a model that drafts tokens
+    speculation_max_tokens: int = 15  # proposed tokens of a sequence in one step
+    speculator_path: str | None = None  # model that drafts tokens
     speculator_max_batch_size: int | None = None  # sequences of a step for which it does; None: any number
 
     @property
@@ -73,7 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, tag="options"):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What is known once the model has loaded."""
 
-    engine: str  # as in DEPLOYMENT_FRAMEWORK
+    engine: str  # value of DEPLOYMENT_FRAMEWORK
     model_class: str
     device: str
     dtype: str
@@ -85,16 +85,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_prefill_tokens: int  # more in one step only make it slower
     block_size: int = 0  # tokens of a KV block; with blocks, prefills are mixed with decodes, in chunks or whole
     lookahead: int = 0  # tokens that such an engine may compute before they are planned, if the blocks are there
-    max_prefill_gap_ms: int = 250  # that a step with prefill chunks beside decodes may take by default
-    proposed_tokens: int = 0  # that such an engine verifies for a sequence in one step; 0: none
-    drafted_tokens: int = 0  # of these, that a model of the engine drafts
+    max_prefill_gap_ms: int = 250  # default time limit of a step that mixes prefill chunks and decodes
+    proposed_tokens: int = 0  # proposals that the engine verifies for a sequence in one step; 0: none
+    drafted_tokens: int = 0  # the part of proposed_tokens that a model of the engine drafts
     state_slots: int = 0  # states of recurrent layers: one of each running sequence, and snapshots
     kv_cache_bytes: int = 0  # set aside at the start, of all shards together
     kv_cache_dtype: str = "auto"  # int8; auto: that of the model
-    max_request_tokens: int = 1 << 40  # of the largest single request that fits into memory
-    max_positions: int = 1 << 40  # of an input, and of an output, whatever the memory
+    max_request_tokens: int = 1 << 40  # tokens of the largest request that fits into memory
+    max_positions: int = 1 << 40  # positions of an input, and of an output, whatever the memory
     input_vocab_size: int = 1 << 40  # ids of input tokens are below
-    decoder_start_token_id: int | None = None  # of an encoder-decoder
+    decoder_start_token_id: int | None = None  # None: not an encoder-decoder
     forced_bos_token_id: int | None = None  # the first token of every output
     embedding_size: int = 0  # width of a soft prompt; 0: the engine takes none
     quantize: str = "none"  # weights of linear layers
@@ -155,9 +155,9 @@ class BatcherCounters(msgspec.Struct, array_like=True, gc=False):
     prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
     prefix_cache_hits: int = 0  # tokens found there
     proposed_tokens: int = 0  # computed beside the newest token of a sequence, since they may follow it
-    accepted_tokens: int = 0  # of these, those that did
+    accepted_tokens: int = 0  # proposed tokens that followed
     drafted_tokens: int = 0  # others, that a model of the engine has drafted
-    accepted_drafted_tokens: int = 0  # of these, those that followed
+    accepted_drafted_tokens: int = 0  # drafted tokens that followed
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -170,12 +170,12 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     duration: float  # seconds, from plan to message
     forward_duration: float  # seconds inside the engine
     num_running: int  # after the step
-    context_tokens: int  # of the running sequences
-    remaining_tokens: int  # that the running sequences may still generate
+    context_tokens: int  # tokens of the running sequences
+    remaining_tokens: int  # tokens that the running sequences may still generate
     concatenated: bool  # sequences joined a running batch, and stayed
     num_requeued: int  # requests that wait again after a failed step
     first_scheduled: dict[int, tuple[float, int]]  # new sequences: seconds in the queue, tokens found in the cache
-    prompt_tokens: int = 0  # of inputs, computed in this step or found in the prefix cache for it; each counts once
+    prompt_tokens: int = 0  # input tokens computed in this step or found in the prefix cache for it; each counts once
     counters: BatcherCounters = msgspec.field(default_factory=BatcherCounters)
     token_capacity: int = 0  # less than at the start after running out of memory
 
@@ -189,7 +189,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
     ids: list[int]
     tokens: list[list[int]]
-    stop_reasons: list[StopReason]  # of the last token
+    stop_reasons: list[StopReason]  # reasons for the last token
     logprobs: list[list[TokenLogprobs]]
     stats: StepStats | None  # None when the engine did not run
 
@@ -231,9 +231,9 @@ class RequestState(msgspec.Struct, frozen=True, gc=False):
     id: int
     seconds_since_arrival: float
     prompt_tokens: int
-    computed_tokens: int  # by the engine, generated ones included
+    computed_tokens: int  # computed tokens, generated ones included
     generated_tokens: int
-    remaining_tokens: int  # that it may still generate
+    remaining_tokens: int  # tokens that it may still generate
 
 
 class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
@@ -243,18 +243,18 @@ class BatchState(msgspec.Struct, frozen=True, tag="batch_state"):
 
     num_running: int
     num_waiting: int
-    wait_reason: WaitReason | None  # of the first in the queue, if it has been tried
+    wait_reason: WaitReason | None  # why the first request in the queue waits, if it has been tried
     total_generated_tokens: int  # since the start
-    context_tokens: int  # of the running requests, padding included
+    context_tokens: int  # tokens of the running requests, padding included
     token_capacity: int  # less than at the start after running out of memory
     initial_token_capacity: int
-    max_prefill_tokens: int  # in one step; less than at the start after running out of memory
+    max_prefill_tokens: int  # limit of one step; lowered after running out of memory
     initial_max_prefill_tokens: int
     max_batch_size: int
     running_requests: list[RequestState]  # the first of them
     waiting_requests: list[RequestState]  # the first of them, in queue order
     kv_cache_bytes: int = 0  # set aside
-    resident_cache_bytes: int = 0  # of these, what takes memory; a second old
+    resident_cache_bytes: int = 0  # bytes that take memory, up to a second ago
 
 
 class FailureKind(enum.StrEnum):
@@ -272,7 +272,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     ids: list[int]
     kind: FailureKind
     message: str
-    prefill: bool | None = None  # of the step, if a whole step failed
+    prefill: bool | None = None  # whether a step that failed completely was a prefill
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -280,7 +280,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
     rank: int
     num_dropped_log_lines: int = 0  # since its start
-    resident_cache_bytes: int = 0  # of the KV cache that was set aside, those that take memory
+    resident_cache_bytes: int = 0  # bytes of the KV cache that take memory
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     min_new_tokens: UInt = 0
     frequency_penalty: float = 0.0  # 0 is off
     presence_penalty: float = 0.0  # 0 is off
-    logit_bias: dict[int, float] | None = None  # by token id; None is off
+    logit_bias: dict[int, float] | None = None  # bias by token id; None is off
     watermark: bool = False
     ignore_eos: bool = False  # an end-of-sequence token does not end the output
     min_p: float = 0.0  # 0 is off
@@ -100,7 +100,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
     deadline: float | None = None  # `time.monotonic()`
     cache_salt: bytes = b""  # requests share cached prefixes only with others of the same salt
     adapter: AdapterRef | None = None
-    answer_deadline: float | None = None  # of the client, who must have the whole output before it
+    answer_deadline: float | None = None  # deadline of the client, who must have the complete output before it
     grammar: int | None = None  # the lookup that has compiled it
     client: bytes = b""  # whose turns in the queue it takes; empty where nobody knows; not for logs
     prediction: list[int] = []  # tokens that the output probably repeats; they change its speed only

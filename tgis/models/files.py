@@ -21,8 +21,8 @@ from tgis.errors import StartError, file_errors
 from tgis.models.gguf import WEIGHTS
 
 MAX_JSON_BYTES = 1 << 28  # the largest tokenizers known have about 1 << 25
-MAX_INT = 2**31 - 1  # of token ids and lengths
-CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # of files that are config or tokenizer
+MAX_INT = 2**31 - 1  # limit of token ids and lengths
+CONFIG_EXTENSIONS = (".json", ".py", ".model", ".md", ".txt", ".spm")  # extensions of config and tokenizer files
 DEFAULT_SEQUENCE_LENGTH = 2048
 SEQUENCE_LENGTH_KEYS = (
     "max_position_embeddings",

@@ -24,10 +24,10 @@ class Recipe:
     """How a model is quantized."""
 
     bits: int
-    group_size: int | None  # of inputs; None: all of a layer
+    group_size: int | None  # inputs that share a scale; None: all of a layer
     layout: str  # a name of FORMATS
-    texts: list[str] | None  # for calibration; None: weights are rounded
-    iterations: int  # of calibration, for each block of layers
+    texts: list[str] | None  # calibration texts; None: weights are rounded
+    iterations: int  # calibration steps per block of layers
 
 
 def quantize_model(model: ModelFiles, out: Path, recipe: Recipe) -> None:

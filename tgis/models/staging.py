@@ -79,6 +79,11 @@ def files_key(files: Iterable[Path], *others: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def num_bytes(folder: Path) -> int:
+    """The size of all files in a folder that others may be writing."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def run_child(command: list[str], seconds: float | None) -> str | None:
     """Run `command` for at most `seconds`; None on success, else the last line of its stderr."""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE

@@ -9,7 +9,7 @@ from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.prompts.files import FILES, find_directory
 
 MAX_LISTED = 1000
-_MAX_DEPTH = 4  # of directories
+_MAX_DEPTH = 4  # nesting of directories
 
 
 class AdapterCatalog:

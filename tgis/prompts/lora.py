@@ -65,7 +65,7 @@ class LoraAdapter:
     """The weights of an adapter in the model's dtype and on its device."""
 
     version: int  # a digest of its files
-    layers: dict[str, LoraLayerWeights]  # by module name
+    layers: dict[str, LoraLayerWeights]  # layers by module name
 
     length = decoder_length = 0  # virtual tokens
 

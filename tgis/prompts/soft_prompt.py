@@ -23,7 +23,7 @@ _PROMPT_EMBEDDINGS = "prompt_embeddings"
 _PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 
 Part = tuple[str, Any] | None  # the name of a file, and what it holds, which may be anything
-Parts = tuple[Part, Part]  # of the decoder and of the encoder
+Parts = tuple[Part, Part]  # parts of the decoder and of the encoder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class SoftPrompt:
     encoder: torch.Tensor | None = None  # prepended to the input of the encoder
     encoder_decoder: bool = False
 
-    rank = 0  # of LoRA
+    rank = 0  # no LoRA
 
     @property
     def decoder_length(self) -> int:

@@ -6,9 +6,9 @@ from operator import mul
 
 _MATCH_KINDS = 7  # matches of 1, 2-3, 4-7, ..., 32 tokens and more, by the bits of the length
 _DRAFT_POSITIONS = 16  # later positions share the last rate
-_DECAY = 0.99  # for all sequences: about the last hundred tokens
+_DECAY = 0.99  # weight of the past over all sequences: about the last hundred tokens
 _SEQUENCE_DECAY = 0.95
-_DRIFT = 1 / 4096  # of the way to one half, in a step without a draft
+_DRIFT = 1 / 4096  # step towards one half without a draft
 _PRIOR_WEIGHT = 4.0  # tokens of a sequence that weigh as much as the rate of all sequences
 
 

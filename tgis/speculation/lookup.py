@@ -38,7 +38,7 @@ class Lookup:
         self._predicted = len(prediction) or _NONE  # its end
         self._shift = len(self._tokens) - len(tokens)
         self._checked = self._shift + output_start
-        self._end = self._start  # of the index
+        self._end = self._start  # end of the index
         self._last: dict[tuple[int, int], int] = {}  # a pair -> its last end
         self._previous = array("i", [_NONE])  # the end of a pair -> its previous end
         self._expected = 0 if prediction else _NONE  # index of the token expected next

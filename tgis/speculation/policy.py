@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 _MIN_SECONDS = 1e-6
-_WARM_STEPS = 2  # with a new number of rows: engines record and verify these
+_WARM_STEPS = 2  # steps with a new number of rows: engines record and verify these
 _FALLING, _RISING = 0.3, 0.05  # weights of a lower and of a higher measurement: disturbances only add time
 _PACE, _MAX_SLOWDOWN = 0.1, 2.0  # weight of a measurement in the pace of the machine, and its upper bound
 _STEPS_PER_MEASUREMENT, _MAX_STEPS = 512, 16384  # lifetime
-_MIN_GAIN = 1.1  # in tokens per second: less is noise
-_MIN_UNKNOWN_GAIN = 1.5  # for an unmeasured number of rows: recording its first steps is slow
+_MIN_GAIN = 1.1  # least ratio of tokens per second: less is noise
+_MIN_UNKNOWN_GAIN = 1.5  # least ratio for an unmeasured number of rows: recording its first steps is slow
 _TILE = 8  # rows; larger steps have a multiple of it, or a measured number, so that few sizes are recorded
 
 
@@ -80,7 +80,7 @@ class Policy:
         """Steps have at most `max_rows` rows, including those of sequences without proposals."""
         self._max_rows = max_rows
         self._costs = StepCosts()
-        self._draft_costs = StepCosts()  # by the number of passes of the draft model
+        self._draft_costs = StepCosts()  # costs by the number of passes of the draft model
         self._resting = 0  # steps without lookups
 
     def step_succeeded(self, rows: int, seconds: float, passes: int = 0) -> None:

@@ -22,7 +22,7 @@ _TOKEN = re.compile(
 )
 _CHARACTER = re.compile(rf"{_ESCAPE}|.")
 _RANGE = re.compile(rf"({_ESCAPE}|.)(?:-({_ESCAPE}|.))?")
-_SPECIAL = "[]^-&~/"  # in classes of Rust's regexes, and at the end of one in Lark
+_SPECIAL = "[]^-&~/"  # special in classes of Rust's regexes, and at the end of one in Lark
 _RULE = re.compile(r"^[ \t]*[\w<>-]+\s*::=", re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ from tgis.ipc.lookups import MAX_GRAMMAR_DEPTH, MAX_GRAMMAR_REPETITIONS
 from tgis.structured_output.inferred_types import with_type
 from tgis.structured_output.one_of import OneOfChecker
 
-_Check = Callable[[dict[str, Any], str], object]  # of a schema at a place
+_Check = Callable[[dict[str, Any], str], object]  # checks a schema at a place
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _EXCLUSIVE = (("exclusiveMinimum", "minimum", max, 1e-9), ("exclusiveMaximum", "maximum", min, -1e-9))

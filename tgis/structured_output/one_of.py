@@ -9,8 +9,8 @@ from tgis.structured_output.inferred_types import combined, inferred_types
 
 _TYPES = {"null": type(None), "boolean": bool, "object": dict, "array": list, "string": str, "number": float}
 _OVERLAPS = "its schemas must differ in type, in constant or in a required property"
-_MAX_HOPS = 8  # from reference to reference
-_MAX_DEPTH = 3  # of nested properties
+_MAX_HOPS = 8  # length of a chain of references
+_MAX_DEPTH = 3  # nesting of properties
 _MAX_COST = 50_000  # compared values and names, and characters of references, per document: about 20 ms
 
 

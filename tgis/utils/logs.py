@@ -10,8 +10,7 @@ import json
 import logging
 import math
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +22,7 @@ _NAMES = {name.lower(): level for name, level in logging.getLevelNamesMapping().
 LEVELS = _NAMES | {"trace": logging.DEBUG, "off": logging.CRITICAL + 1}
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 MAX_ID_LENGTH = 128
-PROGRESS_SECONDS = 10.0
 
-_log = logging.getLogger(__name__)
 _streams: list[QueuedStream] = []
 
 _correlation_id: ContextVar[str | None] = ContextVar("correlation_id", default=None)
@@ -72,24 +69,6 @@ def correlation_scope(correlation_id: str | None) -> Iterator[None]:
 def correlation_id() -> str | None:
     """The id that lines logged here have."""
     return _correlation_id.get()
-
-
-@contextlib.contextmanager
-def log_progress(message: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, log `message()` every 10 seconds from another thread."""
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.wait(PROGRESS_SECONDS):
-            _log.info("  %s", message())
-
-    thread = threading.Thread(target=run, daemon=True, name="progress")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def write_termination_message(path: Path, reason: str) -> None:

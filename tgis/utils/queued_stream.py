@@ -35,6 +35,9 @@ class QueuedStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._fd
 
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
     def stop(self) -> None:
         """Write what is queued, for a second at most."""
         self._queue.put(None)

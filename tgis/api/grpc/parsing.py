@@ -14,7 +14,8 @@ Schema: TypeAlias = "dict[int, Schema]"  # the fields of a message that are mess
 _MAX_OTHER_FIELDS = 2048  # parameters, entries of their lists and ids: a valid message has some 1,100 at most
 _FIELDS_PER_INPUT = 2  # itself and its text
 _LENGTH_DELIMITED = 2
-_BYTES = {1: 8, 5: 4, 3: 0, 4: 0, 6: 0, 7: 0}  # of other kinds than varints; groups, which no message has, are empty
+# Bytes by wire type; varints are parsed elsewhere, and no message has groups.
+_BYTES = {1: 8, 5: 4, 3: 0, 4: 0, 6: 0, 7: 0}
 
 
 def parse(data: bytes, message_type: type[M], max_inputs: int = 0) -> M:

@@ -17,7 +17,7 @@ _KINDS = {
     500: ("server_error", None, "generation"),
     503: ("service_unavailable_error", None, "unavailable"),
 }
-_STATUSES = {422: 400, 424: 500}  # of TGI, which OpenAI does not have
+_STATUSES = {422: 400, 424: 500}  # OpenAI has no such codes
 
 
 def _convert(names: dict[str, str], error: RequestError) -> tuple[int, ErrorBody]:

@@ -63,8 +63,8 @@ class ToolCallParser:
         self._format = tool_format
         self._tools = tools
         self._held = ""
-        self._mark_end = 0  # in the held text: its end if no call follows
-        self._at = 0  # in the held text: the beginning of the call
+        self._mark_end = 0  # end of the mark in the held text if no call follows
+        self._at = 0  # beginning of the call in the held text
         self._num_read = 0  # characters of the held text that `_scanner` has read
         self._called = False  # since the mark
         self._wrapped = False  # the arguments are in an object with the name

@@ -30,7 +30,7 @@ class SeqUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_computed_tokens: int
     tokens: list[int]  # new ones
     first_block: int
-    blocks: list[int]  # of the block table, from first_block on
+    blocks: list[int]  # part of the block table, beginning at first_block
     proposed: list[int]  # tokens to verify
     request: Request | None = None
     adapter: bytes = b""  # safetensors; empty if another sequence has this adapter

@@ -38,10 +38,10 @@ class AttentionParams:
 class PrefillChunk:
     """A sequence that computes more than one token in a step."""
 
-    tokens: slice  # of the flat batch
+    tokens: slice  # rows of the flat batch
     num_computed_tokens: int  # already in the cache
     block_table: Tensor  # int64 [blocks], of all tokens up to the last of this step
-    masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
+    masks: dict[Hashable, Tensor] = field(default_factory=dict)  # masks by AttentionParams.mask_key
 
     @property
     def num_tokens(self) -> int:

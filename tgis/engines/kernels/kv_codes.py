@@ -10,9 +10,9 @@ from torch import Tensor
 from tgis.errors import StartError
 
 SCALE_BYTES = 4
-_LARGEST = 127.0  # of the codes
-_TINY = 1e-30  # as in kv_cache.c: smaller values are 0
-_MAX_RATIO = 256.0  # of constants: a channel that is small at first may grow later
+_LARGEST = 127.0  # largest code
+_TINY = 1e-30  # same value in kv_cache.c: smaller values are 0
+_MAX_RATIO = 256.0  # largest ratio of constants: a channel that is small at first may grow later
 
 
 def kv_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:

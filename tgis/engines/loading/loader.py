@@ -41,7 +41,7 @@ from tgis.engines.sharding.collectives import collectives_of
 from tgis.engines.sharding.sharded_model import Sharding, check_quantized
 from tgis.errors import StartError, library_errors
 from tgis.ipc.messages import EngineInfo, EngineOptions
-from tgis.utils.logs import format_bytes, log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ DEFAULT_MAX_BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _POSITION_TABLE = re.compile(r"\b(wpe|embed_positions)(\.weight)?$")  # all names in transformers, for decoders
 NO_TABLE = 1 << 40  # positions
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_MAX_NAMES = 3  # of weights in a warning
+_MAX_NAMES = 3  # weights named in a warning
 _TEXT_TOWER = {  # names of its weights in checkpoints of models for images, and as the text model has them
     r"^language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
@@ -177,11 +177,10 @@ def look_at_model(
 def load_model(options: EngineOptions, device: torch.device) -> PreTrainedModel:
     """The model, optimized for inference on the device."""
     started = time.monotonic()
-    auto_class, config, dtype, quantization, (sized, _) = look_at_model(options, device)
+    auto_class, config, dtype, quantization, (sized, needed) = look_at_model(options, device)
     select_kernels(options, device)  # may compile them first, which says so
-    progress = log_progress(
-        lambda: f"{format_bytes(used_memory(device))} in memory after {time.monotonic() - started:.0f} s"
-    )
+    before = used_memory(device)
+    progress = watched("loading weights", lambda: max(used_memory(device) - before, 0), needed, "B")
     checkpoint = quantization.checkpoint if quantization else None
     sharding = None
     if options.num_shards > 1:
@@ -246,7 +245,7 @@ def _optimize(
 ) -> None:
     """Freeze the frequencies of rotary embeddings, quantize what is to be quantized, and make layers faster."""
     for module in model.modules():
-        if type(module).__name__ == "FalconLinear":  # which rounds before it adds the bias, and is no other operation
+        if type(module).__name__ == "FalconLinear":  # it rounds before it adds the bias, and does nothing else
             module.__class__ = torch.nn.Linear
     longest = options.max_sequence_length
     fixed = freeze_frequencies(model, longest)
@@ -351,7 +350,8 @@ def _check_written(model: PreTrainedModel, *, packed: bool) -> None:
 
 def _check_finite(model: PreTrainedModel, path: str) -> None:
     for name, weight in model.named_parameters():
-        checkable = weight.is_floating_point() and weight.itemsize > 1 and weight.numel() > 0  # of one byte: quantized
+        # Weights of one byte are quantized.
+        checkable = weight.is_floating_point() and weight.itemsize > 1 and weight.numel() > 0
         if checkable and any(weight.stride() or [1]):  # else a placeholder
             check_finite(f"{path}: the weight {name}", weight.detach(), weight.dtype)
 

@@ -66,7 +66,7 @@ def _kv_bytes(model: PreTrainedModel, multiple: int, *, coded: bool) -> list[lis
     in 8 bits, with their scales.
     """
 
-    def row(states: torch.Tensor) -> int:  # of a head
+    def row(states: torch.Tensor) -> int:  # bytes of one head
         size = int(states.shape[3]) + -int(states.shape[3]) % multiple
         return size + SCALE_BYTES if coded else size * states.itemsize
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tgis.errors import Unsupported
 
-_PREFIXES = {"encoder": "", "decoder": "decoder_"}  # of arguments
-_NO_MASKS = {"full_attention": None, "sliding_attention": None}  # by type of layer
+_PREFIXES = {"encoder": "", "decoder": "decoder_"}  # prefixes of argument names
+_NO_MASKS = {"full_attention": None, "sliding_attention": None}  # masks by layer type
 
 
 class EncoderDecoderPositions:

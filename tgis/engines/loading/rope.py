@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # as transformers names them
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # names in transformers
 
 
 def freeze_frequencies(model: PreTrainedModel, max_length: int) -> int:

@@ -37,12 +37,13 @@ class AdapterBank:
         self._dtypes = dtypes
         self._min_columns = min_columns
         self._columns: dict[LoraAdapter, slice] = {}
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: [capacity, inputs], [capacity, outputs]
+        # Buffers by layer: [capacity, inputs], [capacity, outputs].
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         self._capacity = 0
         self._column_owners = torch.empty(0)
         self._addresses_changed = False  # since the last update
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}  # the used part of the buffers
-        self.version = 0  # of `layers`: of the addresses and, if there is no minimum of columns, the contents
+        self.version = 0  # changes with the addresses in `layers` and, without a minimum of columns, with the contents
 
     @property
     def adapters(self) -> AbstractSet[LoraAdapter]:

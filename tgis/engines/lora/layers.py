@@ -35,7 +35,7 @@ class PlacedAdapters:
     """The adapters of a pass, one for each part of its inputs."""
 
     first_columns: Tensor  # int64 [parts], in the bank
-    version: int  # of the bank; a pass that was recorded with another version reads other adapters
+    version: int  # version of the bank; a pass recorded with another version reads other adapters
 
 
 class LoraLayers:
@@ -122,7 +122,7 @@ class LoraLayers:
         for adapter in leaving:
             del self._last_used[adapter]
         if new or leaving:
-            self._gemms = {}  # which hold what a larger bank replaces
+            self._gemms = {}  # they hold buffers that a larger bank replaces
             try:
                 self._bank.update(new, leaving & self._bank.adapters)
             finally:
@@ -191,7 +191,7 @@ def _lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     which models multiply by without calling it.
     """
     head = model.get_output_embeddings()
-    inside = "."  # of the last target, such as the weights that a slice shares with others
+    inside = "."  # path of the last target, whose parts are skipped, such as weights that a slice shares
     for name, module in model.named_modules():
         is_linear = isinstance(module, Conv1D) or hasattr(module, "in_features")
         if is_linear and module is not head and _UNCHANGED.isdisjoint(name.split(".")) and not name.startswith(inside):

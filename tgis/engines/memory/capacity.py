@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _EXACT_MARGIN = 8  # percent of memory for what torch's count of a GPU's memory leaves out
 _ROUNDED_BLOCKS = 64  # block counts are multiples: cached graphs are for one, and free memory varies
-_CPU_KV_FRACTION = 0.4  # of the free memory, unless an option says how large the KV cache is
+_CPU_KV_FRACTION = 0.4  # share of the free memory, unless an option gives the size of the KV cache
 _LIMITS = "MAX_SEQUENCE_LENGTH, MAX_BATCH_SIZE or KV_CACHE_SIZE_MB"
 Measure = Callable[[], int]  # bytes that steps need beside the KV cache
 

@@ -5,12 +5,12 @@ The factors were fitted to measurements of several models on CPUs.
 
 from transformers import PreTrainedModel
 
-_STEP_BYTES = 8 << 20  # of any step
-_HIDDEN_COPIES, _BIAS_COPIES = 5, 2  # of the widest layer's outputs, and of the bias of positions
+_STEP_BYTES = 8 << 20  # overhead of any step
+_HIDDEN_COPIES, _BIAS_COPIES = 5, 2  # copies of the widest layer's outputs and of the position bias
 _POSITION_BIAS = "relative_attention_bias.weight"  # models with one compute a bias for all pairs of tokens
-_SCORE_BYTES, _BLOCK_SCORE_BYTES = 36, 60  # for each score that is sampled from, and in the first block of them
-_BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # of a block
-_LOGITS_COPIES = 3  # of the logits of prompts that exist at the same time
+_SCORE_BYTES, _BLOCK_SCORE_BYTES = 36, 60  # bytes per score that is sampled from, and per score of the first block
+_BLOCK_BYTES = {"cpu": 30 << 20, "cuda": 960 << 20}  # size of a block of scores
+_LOGITS_COPIES = 3  # copies of the prompts' logits that exist at the same time
 _FLOAT_BYTES = 4
 _EXPERT_WEIGHT_DIMS = 3
 _TOP_K_NAMES = ("top_k", "num_experts_per_tok")

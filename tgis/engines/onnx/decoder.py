@@ -23,7 +23,7 @@ ENCODER, SINGLE_DECODER, MERGED_DECODER = "encoder_model.onnx", "model.onnx", "d
 DECODER, DECODER_WITH_PAST = "decoder_model.onnx", "decoder_with_past_model.onnx"
 LOGITS, PAST_PREFIX, PRESENT_PREFIX, ENCODER_INFIX = "logits", "past_key_values.", "present.", ".encoder."
 _PROBE_COLUMNS = 12
-_MAX_NOISE = 0.1  # of the logits' standard deviation, which quantization to eight bits may cause
+_MAX_NOISE = 0.1  # error allowed to eight-bit quantization, in standard deviations of the logits
 _KNOWN_INPUTS = {
     "input_ids",
     "attention_mask",
@@ -38,8 +38,8 @@ _KNOWN_INPUTS = {
 class GraphFiles:
     """`decoder` and `decoder_with_past` may be the same file."""
 
-    decoder: Path  # for the first pass
-    decoder_with_past: Path  # for all others
+    decoder: Path  # graph of the first pass
+    decoder_with_past: Path  # graph of all other passes
     encoder: Path | None = None
 
 

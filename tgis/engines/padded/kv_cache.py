@@ -117,8 +117,9 @@ class PaddedKVCache:
         self._view = CacheView()
         self._max_slots = max_slots
         self._end_column = 0
-        self.seq_lens: list[int] = []  # by row
-        self.past_key_values = Cache(layer_class_to_replicate=partial(PaddedCacheLayer, self._view))  # for the model
+        self.seq_lens: list[int] = []  # lengths by row
+        # The cache that the model gets.
+        self.past_key_values = Cache(layer_class_to_replicate=partial(PaddedCacheLayer, self._view))
 
     @property
     def width(self) -> int:
@@ -144,7 +145,7 @@ class PaddedKVCache:
         first = len(self.seq_lens)
         self._reserve(first + len(seq_lens), max(self.width, *seq_lens))
         self.seq_lens += seq_lens
-        for buffer in self._buffers:  # where an earlier sequence may have left NaN
+        for buffer in self._buffers:  # an earlier sequence may have left NaN
             buffer[first : len(self.seq_lens), :, : self._end_column] = 0
 
     def view(self, first: int, start: int, stop: int) -> None:

@@ -37,7 +37,7 @@ class PaddedModel(Protocol):
     lora: LoraLayers  # the caller applies the adapters of the sequences
     chunked_prefill: bool  # whether long inputs are computed in several passes
     max_logprob_tokens: int  # per pass with prompt logprobs; 0 if the model has none
-    _caches: list[PaddedKVCache]  # of self-attention, then of cross-attention if there is an encoder
+    _caches: list[PaddedKVCache]  # caches of self-attention, then of cross-attention if there is an encoder
 
     @property
     def kv_cache_cost(self) -> KVCacheCost:

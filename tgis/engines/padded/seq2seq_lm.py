@@ -95,7 +95,8 @@ class Seq2SeqLM(EncoderDecoder, TransformersModel):
 
     def _encode(self, seqs: list[Sequence]) -> Tensor:
         """The encoder's output, [rows, columns, H], right-aligned, though the encoder's input is left-aligned."""
-        plain = [seq for seq in seqs if encoder_prompt(seq) is None]  # by ids, which M2M100 needs for its positions
+        # Sequences given as ids, which M2M100 needs for its positions.
+        plain = [seq for seq in seqs if encoder_prompt(seq) is None]
         prompted = [seq for seq in seqs if encoder_prompt(seq) is not None]
         states = {seq.id: state for group in (plain, prompted) if group for seq, state in self._encode_batch(group)}
         return right_aligned_states([states[seq.id] for seq in seqs])

@@ -57,7 +57,7 @@ class AsyncDecoder:
     block_size: int
     _in_flight: InFlightStep | None = None
     _unsampled: LogitsById = field(default_factory=dict)
-    _expected_lengths: dict[int, int] = field(default_factory=dict)  # by request id: tokens when the step is reused
+    _expected_lengths: dict[int, int] = field(default_factory=dict)  # length of each request when the step is reused
 
     def step(self, plan: StepPlan) -> StepResult:
         """Reuse the step in flight, launch the rest of the plan and the next step, and only then wait for tokens."""
@@ -111,7 +111,7 @@ class AsyncDecoder:
         return seqs if all(map(self._has_free_slot, seqs)) and len(plan.sampled) == len(plan.seqs) else []
 
     def _has_free_slot(self, seq: Sequence) -> bool:
-        position = len(seq.tokens)  # of the next token: never in a cached block, which others may share
+        position = len(seq.tokens)  # the next position, never in a cached block, which others may share
         assert position >= seq.num_cached_blocks * self.block_size
         return position < len(seq.block_table) * self.block_size
 

@@ -33,7 +33,7 @@ _MAX_GATHERED_TOKENS = 1 << 16  # keys and values copied at a time, padding incl
 _GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are evenly spread, however many there are
 
 
-_KVCache = tuple[Tensor, Tensor]  # of one layer, each [blocks, block size, K, D], as codes [..., D + SCALE_BYTES]
+_KVCache = tuple[Tensor, Tensor]  # cache of one layer: twice [blocks, block size, K, D], codes [..., D + SCALE_BYTES]
 _Backends = tuple[Callable[..., None], Callable[..., Tensor], Callable[..., list[Tensor]]]  # write, decode, prefill
 
 
@@ -102,15 +102,16 @@ class PagedAttention:
         self.states: RecurrentStates | None = None
         self.shares_modules = False  # whether several layers have called with one module
         self.cache = PagedKVCache(0, block_size)
-        self._key_scales: dict[nn.Module, Tensor] = {}  # of codes, fixed by the first keys that a module gives
-        self.windows: set[int | None] = set()  # of layers that have called
+        self._key_scales: dict[nn.Module, Tensor] = {}  # scales of codes, fixed by the first keys of a module
+        self.windows: set[int | None] = set()  # windows of layers that have called
         self.modules: dict[int, nn.Module] = {}  # layers that have called, by index
         # Of an encoder-decoder: the modules of its encoder, whose keys and values are kept for one layer only, and the
         # modules of its decoder that attend to what the encoder gives.
         self.encoder_modules: frozenset[nn.Module] = frozenset()
         self.cross_modules: frozenset[nn.Module] = frozenset()
         self.encoder_cache = PagedKVCache(0, block_size)
-        self.encoder_windows: set[int | None] = set()  # of layers that have called; all see the whole input
+        # Windows of encoder layers that have called; all see the complete input.
+        self.encoder_windows: set[int | None] = set()
         self.operator: Callable[..., Tensor] = self._attend_in_layer  # replaced by a custom operator for torch.compile
         AttentionInterface.register(name, self)
 

@@ -21,15 +21,16 @@ from tgis.engines.paged.attention import PagedAttention
 from tgis.engines.sharding.collectives import own_part
 from tgis.errors import Unsupported
 
-_Params = dict[str, Any]  # of PagedAttention.__call__
+_Params = dict[str, Any]  # keyword arguments of PagedAttention.__call__
 _Output = tuple[Tensor, None]
 
 
 class _Hook(NamedTuple):
-    method: str  # of the module's class, which is replaced by
+    method: str  # method of the module's class that is replaced
     function: Callable[..., tuple[Tensor | None, ...]]
     params: Callable[[nn.Module], _Params]
-    bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}  # for so many positions
+    # Makes the bias for a number of positions.
+    bias: Callable[[PreTrainedModel, int], _Params] = lambda _model, _positions: {}
 
 
 def cross_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -61,8 +62,8 @@ def install_hooks(model: PreTrainedModel, attention: PagedAttention, num_positio
         module.paged_attention, module.attention_params = attention, hook.params(module) | bias
         vars(module).pop(hook.method, None)
         module.__class__ = hooked  # not a method of each module, for which torch.compile would compile each anew
-    model.config._attn_implementation = attention.name  # for which transformers makes no masks
-    if hook.function is _mpt:  # which converts the mask that it expects
+    model.config._attn_implementation = attention.name  # transformers makes no masks for this name
+    if hook.function is _mpt:  # _mpt converts the mask that it expects
         no_mask = torch.zeros(1, dtype=torch.bool)
         AttentionMaskInterface.register(attention.name, lambda **_: no_mask)
     if hasattr(plain, "compute_bias"):

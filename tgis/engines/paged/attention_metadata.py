@@ -20,8 +20,8 @@ class AttentionMetadata:
     block_tables: Tensor  # int64 [decodes, max blocks], padded with 0
     seq_lens: Tensor  # int64 [decodes], the new token included
     chunks: list[PrefillChunk]
-    decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # by AttentionParams.mask_key
-    varlen_batches: list[VarlenBatch] | None = None  # of the chunks, made by the first layer that needs them
+    decode_masks: dict[Hashable, Tensor] = field(default_factory=dict)  # masks by AttentionParams.mask_key
+    varlen_batches: list[VarlenBatch] | None = None  # batches of chunks, made by the first layer that needs them
 
     @classmethod
     def decodes(cls, block_tables: Tensor, seq_lens: Tensor) -> "AttentionMetadata":

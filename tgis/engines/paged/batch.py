@@ -23,7 +23,8 @@ from tgis.prompts.lora import LoraAdapter
 
 _NO_METADATA = np.empty(0, np.int64)
 
-StepKey = tuple[int, int | None]  # of a replayed step: rows, and the version of their adapters' bank; None: no adapters
+# Key of a replayed step: rows, and the version of their adapters' bank (None: no adapters).
+StepKey = tuple[int, int | None]
 _Step = TypeVar("_Step")
 Work = list[tuple[Sequence, range]]  # sequences and the positions that they compute, decodes first
 
@@ -36,13 +37,13 @@ class FlatBatch:
     positions: Tensor  # int64 [tokens]
     attention: AttentionMetadata
     logits_indices: Tensor  # int64 [logits]: the tokens whose logits are computed
-    spans: list[PromptSpan]  # of soft prompts
+    spans: list[PromptSpan]  # soft prompts
     all_logits: bool = False  # `logits_indices` are all tokens, in order
     state_slots: Tensor | None = None  # int64 [tokens, 3], as in recurrence.py; None: no recurrent layers
-    adapters: PlacedAdapters | None = None  # by token; None: no sequence has an adapter
+    adapters: PlacedAdapters | None = None  # adapters by token; None: no sequence has an adapter
     step_metadata: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, of the sampler
     encoder: "FlatBatch | None" = None  # inputs to encode before this pass
-    cross: AttentionMetadata | None = None  # of cross-attention: slots of the inputs, or one decode for each token
+    cross: AttentionMetadata | None = None  # metadata of cross-attention: slots of the inputs, or one decode per token
 
 
 class _BlockTables:
@@ -52,7 +53,7 @@ class _BlockTables:
 
     def __init__(self) -> None:
         self._array: NDArray[np.int64] = np.zeros((0, 0), np.int64)
-        self._rows: list[tuple[list[int], int]] = []  # by row: a list, and how much of it is in the array
+        self._rows: list[tuple[list[int], int]] = []  # each row's list, and how much of it is in the array
 
     def rows(self, tables: list[list[int]], width: int) -> NDArray[np.int64]:
         """The first `width` blocks of each table, [tables, width], padded with 0."""

@@ -28,7 +28,7 @@ _ATTEND = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, float? scale, int? window, float? cap,"
     " Tensor? sinks, Tensor? bias, int? bias_origin) -> Tensor"
 )
-_MAX_GRAPHS = 16  # for four kinds of layers, with one token or several, with adapters or without
+_MAX_GRAPHS = 16  # four kinds of layers, one token or several, adapters or none
 _REDUCE = "all_reduce(Tensor(a!) x) -> ()"
 _GATHER = "all_gather(Tensor x, int ranks) -> Tensor"
 _CHANGE = "lora(Tensor layer, Tensor x, Tensor output) -> Tensor"

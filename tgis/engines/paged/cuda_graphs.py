@@ -21,11 +21,12 @@ from tgis.engines.paged.batch import FlatBatch, StaticInputs, StepKey, without_s
 from tgis.engines.paged.self_check import on_all_ranks, verify_steps
 from tgis.errors import Unsupported
 from tgis.prompts.tensor_file import may_wait
-from tgis.utils.logs import log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
-_MAX_ATTENDED_TOKENS = 1 << 16  # by all prompt tokens of a step: each reads its whole context again
+# Most tokens that all prompt tokens of a step attend to: each reads its complete context again.
+_MAX_ATTENDED_TOKENS = 1 << 16
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -86,7 +87,7 @@ class DecodeGraphs:
         self._captured: dict[StepKey, tuple[Replay, Tensor]] = {}
         started = time.monotonic()
         log.info("capturing decode steps of 1 to %d sequences", inputs.max_rows)
-        with log_progress(lambda: f"{len(self._captured)} of {len(self._sizes)} captured"):
+        with watched("capturing", lambda: len(self._captured), len(self._sizes)):
             for size in reversed(self._sizes):
                 inputs.pad(0, size, scratch_slot)
                 run = partial(self._logits, size, None)
@@ -114,7 +115,7 @@ class DecodeGraphs:
         """Compute logits in the output of the first graph, the largest: one output for each size would take much
         memory.
         """
-        logits = self._forward(self._inputs.batch(size, adapters))  # which keeps nothing of an earlier pass
+        logits = self._forward(self._inputs.batch(size, adapters))  # the captured pass keeps nothing of an earlier one
         largest = self._captured.get((self._sizes[-1], None))
         return largest[1][: len(logits)].copy_(logits) if largest else logits
 

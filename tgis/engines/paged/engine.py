@@ -44,7 +44,7 @@ from tgis.utils.logs import format_bytes
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens
-_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # in a step without decodes; more do not raise throughput
+_PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens of a step without decodes; more do not raise throughput
 _MAX_PREFILL_GAP_MS = {"cpu": 250, "cuda": 150}  # less costs throughput
 _WARM_SAMPLER_ROWS = 8, 1  # batch sizes; kernels are self-tested with the first
 

@@ -51,9 +51,10 @@ from tgis.prompts.lora import LoraAdapter
 
 log = logging.getLogger(__name__)
 
-_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}  # in the bank of LoRA adapters; on CPUs each column costs time
+# Minimum of columns in the bank of LoRA adapters; on CPUs each column costs time.
+_MIN_LORA_COLUMNS = {"cpu": 0, "cuda": 64}
 _CODED = torch.bfloat16  # whose tolerance logits from codes of 8 bits get: rounding to these is as coarse
-_KEY_SCALE_TOKENS = 128  # of a random prompt, and of its output: more change little
+_KEY_SCALE_TOKENS = 128  # tokens of a random prompt, and of its output: more change little
 
 
 class ModelRunner:
@@ -63,9 +64,10 @@ class ModelRunner:
         """Unsupported if the model's attention cannot be replaced."""
         self._options = options
         self._block_size = block_size
-        self._max_blocks = -(-options.max_sequence_length // block_size)  # of a sequence
+        self._max_blocks = -(-options.max_sequence_length // block_size)  # blocks of the longest sequence
         self.device = select_device(options)
-        self.kv_dtype = kv_dtype_of(options.kv_cache_dtype, self.device)  # of codes in the KV cache; None: the model's
+        # Dtype of codes in the KV cache; None: the model's dtype.
+        self.kv_dtype = kv_dtype_of(options.kv_cache_dtype, self.device)
         self.model = load_model(options, self.device)
         self.vocab_size: int = self.model.get_output_embeddings().out_features
         self.arguments = signature(self.model.forward).parameters

@@ -30,7 +30,7 @@ from tgis.ipc.request import LogprobOptions, Request
 from tgis.prompts.lora import LoraAdapter, LoraLayerWeights
 
 _NUM_TOKENS = 40
-MIN_POSITIONS = _NUM_TOKENS + 1  # of an encoder-decoder
+MIN_POSITIONS = _NUM_TOKENS + 1  # minimum of an encoder-decoder
 _PREFILLED_OUTPUT = 17
 _CHUNKS = (17, _NUM_TOKENS - 18, 1)
 _ADAPTER_RANK, _NUM_ADAPTED_LAYERS = 4, 10
@@ -89,7 +89,7 @@ def verify_encoder_decoder(
     """
     draw, padding = torch.Generator().manual_seed(0), model.config.pad_token_id or 0
     tokens = torch.randint(input_vocab_size(model), (_NUM_TOKENS,), generator=draw)
-    tokens[1] = padding  # which may have no position
+    tokens[1] = padding  # the padding token may have no position
     output = torch.randint(model.get_output_embeddings().out_features, (_NUM_TOKENS,), generator=draw)
     output = output.where(output != padding, int(not padding))  # models need no padding there
     seq = dummy_sequence(tokens.tolist(), attention.cache.block_size, output=output.tolist())
@@ -225,7 +225,7 @@ def _record_attention(model: PreTrainedModel, attention: PagedAttention) -> list
 
         def repeat(chunk: slice) -> Tensor:
             q, k, v = (states[:, :, chunk] for states in (query, key, value))
-            params = arguments | getattr(module, "attention_params", {})  # of a hook that has been installed since
+            params = arguments | getattr(module, "attention_params", {})  # a hook may have been installed since
             return attention(module, q, k, v, None, **params)[0]
 
         calls.append(_AttentionCall(module, repeat, output))
@@ -253,7 +253,7 @@ def _paged_logits(
         if attention.shares_modules:  # a call does not tell its layer
             calls.clear()
             outputs.clear()
-        for call, output in zip(calls, outputs, strict=True):  # of the batch that was just computed
+        for call, output in zip(calls, outputs, strict=True):  # the batch that was just computed
             output.append(call.repeat(chunk))
         seq.num_computed_tokens += count
     return torch.cat(logits), [torch.cat(output, 1) for output in outputs]

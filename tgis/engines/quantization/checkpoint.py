@@ -20,7 +20,7 @@ from tgis.errors import StartError
 from tgis.models.files import find_weights
 
 _SCALE, _WEIGHT = re.compile("(?i)scale|scb|absmax"), re.compile(r"weight(_packed)?$")
-Size = Annotated[int, Meta(ge=1)]  # in what files say
+Size = Annotated[int, Meta(ge=1)]  # type of sizes in files
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def _modelopt_format(config: Mapping[str, Any]) -> Format:
     return Fp8Format({})
 
 
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # of quantization_config
+_FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {  # formats by quant_method
     "auto-round": _auto_round_format,
     "awq": AwqFormat,
     "bitsandbytes": BitsAndBytesFormat,
@@ -60,10 +60,10 @@ _WIDENED = "mxfp4"  # while the model is loaded
 class Quantization:
     """How the linear layers of a model are quantized."""
 
-    bits: int | None  # of weights that are plain in the files; None: they stay plain
+    bits: int | None  # bits of weights that are plain in the files; None: they stay plain
     logits: bool  # the weight of the logits, too: in 8 bits
     activations: str  # auto, none or int8
-    dtype: torch.dtype  # of all else
+    dtype: torch.dtype  # dtype of everything else
     checkpoint: QuantizedCheckpoint | None = None
 
     @property
@@ -100,7 +100,7 @@ def resolve_quantization(options: EngineOptions, config: PreTrainedConfig, dtype
     stated = _description(config, path, _NAMES.get(asked, asked))
     method = None if stated is None else str(stated.get("quant_method"))
     if method is None:
-        read_tensors(path)  # which refuses codes
+        read_tensors(path)  # read_tensors refuses codes
     if method is None and asked == "none":
         if options.quantize_logits or options.quantize_activations == "int8":
             raise StartError(

@@ -16,7 +16,7 @@ from tgis.errors import StartError
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # one in each code of an int32
 _VERSIONS = ("gptq", "gptq_v2")
-_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # of the columns in an int32 of AWQ
+_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # order of the columns in an int32 of AWQ
 
 
 class GptqFormat:

@@ -14,7 +14,7 @@ from tgis.engines.quantization.weight import E2M1, QuantizedWeight
 from tgis.errors import StartError
 
 _BLOCK = 32
-_BIAS = 127  # of exponents
+_BIAS = 127  # bias of exponents
 
 
 def widened_tensors(path: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _UNIFORM_BITS = 52
-_MAX_CANDIDATES = 256  # of a list on GPUs
+_MAX_CANDIDATES = 256  # candidates of a list on GPUs
 _MAX_OTHER_DRAWS = 0.02  # share of tokens that near ties may change on GPUs
 
 Draw = Callable[[Scores, Tensor], Tensor]  # noise keys [b, 1] -> token ids [b, 1]
@@ -94,7 +94,7 @@ class FilteredRows(Rows):
     scores: Scores
     stats: SoftmaxStats
     filters: Filters
-    keys: Tensor  # of the noise [b, 1]
+    keys: Tensor  # keys of the noise [b, 1]
     request: LogprobRequest
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tgis.batcher.sequence import Sequence
 from tgis.engines.host_memory import upload
 
-_SPARE_COLUMNS = 128  # for tokens to come, before the tensor grows
+_SPARE_COLUMNS = 128  # columns reserved for tokens to come
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class HistorySlots:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._slots: dict[int, _Slot] = {}  # by request id, the least recently used first
+        self._slots: dict[int, _Slot] = {}  # slots by request id, the least recently used first
         self._free: list[int] = []
         self.ids = torch.zeros(1, 1, dtype=torch.int32, device=device)
 

@@ -19,10 +19,10 @@ from tgis.ipc.request import SamplingParams
 MIN_DIVISOR = 1e-30  # a lower temperature or repetition penalty would divide to infinity
 _LOG_ZERO = -1e4  # far below the logarithm of any float but zero
 _MAGNITUDE_MASK = 0x7FFFFFFF  # the bits of a float32 but the sign
-_ID_BITS = 32  # of a sort key, below the score
+_ID_BITS = 32  # bits of the token id below the score in a sort key
 _ID_MASK = (1 << _ID_BITS) - 1
 _LIST_STEP, _MAX_TOPK = 16, 256  # beyond it a full sort takes no longer than topk
-_TIE_MARGIN = 12  # of a list, for tokens that tie with the last one needed
+_TIE_MARGIN = 12  # extra candidates of a list, which may tie with the last one needed
 _CPU_BLOCK_SCORES, _GPU_BLOCK_SCORES = 1 << 19, 1 << 24  # scores per block: what fits the cache, or at least the memory
 
 
@@ -92,7 +92,7 @@ class SoftmaxStats(Rows):
     """Statistics over the whole vocabulary, each [b, 1] float64; any number where nobody needs them."""
 
     mass: Tensor  # the sum of exp(logits)
-    entropy: Tensor  # of the distribution, in nats
+    entropy: Tensor  # entropy of the distribution, in nats
 
     @classmethod
     def zeros(cls, scores: Scores) -> Self:

@@ -18,9 +18,9 @@ from tgis.engines.sampling.logits_processors import Rows, Scores, column, first_
 from tgis.ipc.request import LogprobOptions, TokenLogprobs
 
 _MAX_TIE_FACTOR = 4  # reported when many tie, in multiples of those asked for
-_TIE_DIGITS = 9  # to which logprobs are compared: those of equal scores may differ by rounding
+_TIE_DIGITS = 9  # digits that are compared: logprobs of equal scores may differ by rounding
 
-Row = list[float]  # of a table on the host
+Row = list[float]  # row of a table on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class PromptChunk:
 
     seq: Sequence
     num_targets: int
-    is_last: bool  # of the prompt
+    is_last: bool  # whether it ends the prompt
     table: Tensor | None  # None where nothing is asked
 
 
@@ -167,7 +167,7 @@ class PromptLogprobs:
     """The logprobs of prompts that are computed in chunks, kept until the prompt is done."""
 
     def __init__(self) -> None:
-        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # by request id
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # logprobs by request id
 
     def start(self, plan: StepPlan, prompt_slices: dict[int, slice], logits: Tensor) -> list[PromptChunk]:
         """The chunks of a plan, with tables on the device; `prompt_slices` are the slices of `logits` by request id."""

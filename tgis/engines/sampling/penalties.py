@@ -21,10 +21,10 @@ from tgis.engines.sampling.logits_processors import MIN_DIVISOR, column
 from tgis.ipc.request import SamplingParams
 
 _MAX_PENALTY_FACTOR = 1e30  # so that what it boosts stays finite
-_MAX_SCORE = 1e38  # of a penalized token, in float32
+_MAX_SCORE = 1e38  # largest magnitude of a penalized score, in float32
 # As in transformers and TGI: a seed, the share of the vocabulary that gains, and the gain of its logits.
 _WATERMARK_KEY, _WATERMARK_SHARE, _WATERMARK_BIAS = 15485863, 0.5, 2.0
-_CACHED_LISTS = 1024  # of watermarks: a random permutation takes about a millisecond
+_CACHED_LISTS = 1024  # lists of watermarks kept: a random permutation takes about a millisecond
 
 
 class Ends(NamedTuple):
@@ -93,7 +93,8 @@ class _MinLength:
         self._rows = torch.cat([rows.expand(-1, len(eos)).flatten(), _repeat_rows(rows[:, 0], stops)])
         self._ids = torch.cat([eos.repeat(len(params)), _flat_ids(stops, eos.device)])
         indices = range(len(params))
-        entries = [*np.repeat(indices, len(eos)), *np.repeat(indices, list(map(len, stops)))]  # as in `self._ids`
+        # Same order in `self._ids`.
+        entries = [*np.repeat(indices, len(eos)), *np.repeat(indices, list(map(len, stops)))]
         self._in_batch = np.array(in_batch)[entries]
         self._minimum = np.array([row.min_new_tokens for row in params])[entries]
 
@@ -229,7 +230,7 @@ _USED_BY: dict[type[_Penalty], Callable[[SamplingParams], bool]] = {
     _OutputPenalty: lambda params: params.frequency_penalty != 0.0 or params.presence_penalty != 0.0,
     _MinP: lambda params: params.min_p > 0.0 and not params.greedy,
 }
-_IN_ANY_DTYPE = _AllowedTokens, _BadWords, _MinLength  # which compute nothing
+_IN_ANY_DTYPE = _AllowedTokens, _BadWords, _MinLength  # these compute nothing
 
 
 class Penalties:

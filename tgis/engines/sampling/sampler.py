@@ -84,9 +84,9 @@ class SampledTokens:
 
     seqs: list[Sequence]
     groups: list[SamplingGroup]
-    tables: list[Tensor]  # by group
+    tables: list[Tensor]  # tables by group
     vocab_size: int
-    problems: dict[int, str] = field(default_factory=dict)  # of grammars, by request id
+    problems: dict[int, str] = field(default_factory=dict)  # problems of grammars, by request id
 
     def token_ids(self) -> Tensor:
         """The tokens of the sequences, int64 [B]. Invalid rows have some valid id."""

@@ -14,7 +14,7 @@ from tgis.errors import StartError
 
 Plan = dict[str, str]  # style by name of a layer or parameter, with * for the numbers in it
 
-BY_GROUPS = "qkv_by_groups"  # for each key-value head its queries, its key and its value
+BY_GROUPS = "qkv_by_groups"  # layout: for each key-value head its queries, its key and its value
 IN_BLOCKS = "qkv_in_blocks"  # all queries, all keys, all values
 BY_HEADS = "by_heads"  # one column for each head
 KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})

@@ -25,7 +25,7 @@ from tgis.ipc.messages import EngineOptions
 from tgis.ipc.request import LogprobOptions
 
 _MAX_PROMPT_TOKENS = 512  # computed in a step before it drafts
-_MAX_ROWS = 8  # of a sequence in one pass; more tokens are a prompt chunk
+_MAX_ROWS = 8  # rows of a sequence in one pass; more tokens are a prompt chunk
 DraftEngine = Any  # a PagedEngine, whose package imports this one
 
 

@@ -29,7 +29,7 @@ class MLPConfig(msgspec.Struct, frozen=True):
     """The sizes in config.json."""
 
     vocab_size: _Size
-    emb_dim: _Size  # of the model's hidden states
+    emb_dim: _Size  # width of the model's hidden states
     n_predict: Annotated[int, msgspec.Meta(ge=1, le=63)]
     inner_dim: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # 0: emb_dim
     tie_weights: bool = False  # all stages share their weights, except the first projection
@@ -77,7 +77,7 @@ class MLPSpeculator(Drafter):
         """
         self.max_tokens, self._config = config.n_predict, config
         self._stages = _read(path, config, model.dtype)
-        self._known: dict[int, tuple[int, Tensor]] = {}  # by request id: computed tokens, last hidden state
+        self._known: dict[int, tuple[int, Tensor]] = {}  # computed tokens and the last hidden state, by request id
         self._states = torch.zeros(max_rows, config.emb_dim, dtype=model.dtype)  # row i belongs to row i of the logits
         model.get_output_embeddings().register_forward_pre_hook(self._copy)
 

@@ -33,7 +33,8 @@ _COMPANIONS = frozenset({
 })  # fmt: skip
 CONVERT_SECONDS = 600
 _MAX_MEMORY_BYTES = 8 << 30
-_DESCRIBED = frozenset({"llama", "qwen2", "qwen3"})  # of which transformers knows all that llama.cpp writes
+# Architectures whose llama.cpp metadata transformers knows completely.
+_DESCRIBED = frozenset({"llama", "qwen2", "qwen3"})
 _FREQUENCIES = "rope_freqs.weight"  # divisors of the frequencies of rotary embeddings, as in Llama 3.1
 
 

@@ -18,7 +18,7 @@ def follow_sentencepiece(model: Any, converted: Path, settings: dict[str, Any]) 
     """
     tokenizer = Tokenizer.from_file(str(converted))
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    made = {1: _unigram, 2: _bpe}.get(trainer.model_type)  # as in sentencepiece_model.proto
+    made = {1: _unigram, 2: _bpe}.get(trainer.model_type)  # types in sentencepiece_model.proto
     if made is None or any(tokenizer.id_to_token(index) != one.piece for index, one in enumerate(model.pieces)):
         return
     tokenizer.model = made(model)

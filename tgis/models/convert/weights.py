@@ -4,20 +4,19 @@ import logging
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from tgis.errors import StartError, file_errors
 from tgis.models import staging
 from tgis.models.files import SAFETENSORS, find_weights, shard_files
 from tgis.utils.file_lock import locked
-from tgis.utils.logs import log_progress
+from tgis.utils.progress import watched
 
 log = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".index.json"
-STAGING_PREFIX = ".safetensors-"  # of the directory where they are written
-NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # in names of other .bin files
+STAGING_PREFIX = ".safetensors-"  # prefix of temporary directories
+NOT_WEIGHTS = re.compile("arguments|args|training|optimizer|scheduler|index")  # names of other .bin files
 
 
 def ensure_weights(path: Path, cache_dir: Path) -> Path:
@@ -29,7 +28,6 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
         find_weights(path)
         return path
     target = cache_dir / "weights" / staging.files_key(path.glob("*.bin*"))
-    started = time.monotonic()
     with file_errors(f"cannot keep converted weights for {path}"), locked(target.with_suffix(".lock")):
         target.mkdir(parents=True, exist_ok=True)
         for file in path.iterdir():
@@ -37,8 +35,7 @@ def ensure_weights(path: Path, cache_dir: Path) -> Path:
                 (target / file.name).unlink(missing_ok=True)
                 (target / file.name).symlink_to(file.resolve())
         log.info("%s has no safetensors: serving those made of its .bin files, in %s", path, target)
-        with log_progress(lambda: f"converting since {time.monotonic() - started:.0f} s"):
-            log.info("%s", convert_weights(path, target))
+        log.info("%s", convert_weights(path, target))
     find_weights(target)
     return target
 
@@ -85,12 +82,15 @@ def _already_converted(path: Path, sources: list[str]) -> str | None:
 
 
 def _convert(path: Path, sources: list[Path], out: Path) -> str:
-    for left in out.glob(f"{STAGING_PREFIX}*"):  # of a killed process
+    for left in out.glob(f"{STAGING_PREFIX}*"):  # a killed process leaves its directory
         shutil.rmtree(left, ignore_errors=True)
     names = [file.name for file in sources]
     with staging.staging_directory(out, STAGING_PREFIX) as made_in:
         command = [sys.executable, "-m", "tgis.models.convert.weights_child", str(path), str(made_in), *names]
-        if reason := staging.run_child(command, None):
+        total = sum(file.stat().st_size for file in sources)
+        with watched("converting", lambda: staging.num_bytes(made_in), total, "B"):
+            reason = staging.run_child(command, None)
+        if reason:
             raise StartError(f"cannot convert the weights in {path}: {reason}")
         made = sorted(made_in.iterdir(), key=lambda file: (file.name.endswith(INDEX_SUFFIX), file.name))
         for file in made:

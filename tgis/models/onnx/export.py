@@ -10,7 +10,8 @@ from typing import Any
 
 from tgis.errors import StartError, file_errors
 from tgis.models.files import ModelFiles, find_weights, is_encoder_decoder
-from tgis.models.staging import made_once, new_model, replace_config_files, run_child, timed
+from tgis.models.staging import made_once, new_model, num_bytes, replace_config_files, run_child, timed
+from tgis.utils.progress import watched
 
 SCRIPT = Path(__file__).with_name("optimum_export.py")
 REQUIREMENTS = Path(__file__).with_name("optimum.txt")
@@ -37,7 +38,7 @@ def _export(model: ModelFiles, staging: Path, python: Path | None, cache_dir: Pa
     source = staging / "source"
     _make_export_source(model, source)
     command = [str(python or sys.executable), str(SCRIPT), str(source), str(staging / "graphs"), *packages]
-    with timed("export with Optimum"):
+    with timed("export with Optimum"), watched("exporting", lambda: num_bytes(staging), None, "B"):
         reason = run_child(command, EXPORT_SECONDS)
     if reason is not None:
         raise StartError(f"Optimum cannot export {model.path}: {reason}")
@@ -85,5 +86,7 @@ def _install(target: Path) -> None:
     print(f"installing Optimum into {target.parent}, apart from the packages of tgis ...", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--requirement", str(REQUIREMENTS), "--target", str(target)]
-    if reason := run_child(command, INSTALL_SECONDS):
+    with watched("installing", lambda: num_bytes(target), None, "B"):
+        reason = run_child(command, INSTALL_SECONDS)
+    if reason:
         raise StartError(f"cannot install Optimum (PIP_FIND_LINKS and --python need no network): {reason}")

@@ -21,7 +21,7 @@ from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, is_special, row
 
 _GATED_MLPS = ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo")  # the projections; the second ones are T5's
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of elementwise.c
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # same order in elementwise.c
     "silu": silu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
@@ -54,7 +54,7 @@ class Activation(nn.Module):  # type: ignore[misc]
 
     def _run(self, x: Tensor, factor: Tensor | None) -> Tensor:
         """The activation times a factor, whose last dimension is contiguous."""
-        rows = x.reshape(-1, x.shape[-1])  # of `factor`, too
+        rows = x.reshape(-1, x.shape[-1])  # also the rows of `factor`
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         y = torch.empty(x.shape, dtype=x.dtype)
         pointers = rows.data_ptr(), None if factor is None else factor.data_ptr(), y.data_ptr()

@@ -25,8 +25,8 @@ _JOINS: dict[Any, Callable[[Tensor, list[Tensor], int], tuple[Tensor, ...]]] = {
     _aten.cat.default: lambda y, parts, dim: y.split([part.shape[dim] for part in parts], dim),
     _aten.stack.default: lambda y, _, dim: y.unbind(dim),
 }
-_MAX_DIMS = 4  # as in elementwise.c
-_Layout = list[tuple[int, ...]]  # of some tensors of the same shape, by dimension: the size, and the stride of each
+_MAX_DIMS = 4  # same value in elementwise.c
+_Layout = list[tuple[int, ...]]  # size and strides by dimension, shared by tensors of one shape
 
 
 class _StridedParams(ctypes.Structure):

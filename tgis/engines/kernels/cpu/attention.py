@@ -9,9 +9,9 @@ from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.kv_codes import head_size, is_coded
 
-HEAD_MULTIPLE = 16  # of sizes: the lanes of the widest vectors
-_MAX_SIZE, _MAX_CODED_SIZE = 512, 256  # of heads, and
-_MAX_GROUP = 256  # of query heads that share a KV head: so that scratch memory fits on the stack of a thread
+HEAD_MULTIPLE = 16  # head sizes are multiples of the lanes of the widest vectors
+_MAX_SIZE, _MAX_CODED_SIZE = 512, 256  # largest head sizes, plain and coded
+_MAX_GROUP = 256  # most query heads of a KV head: scratch memory must fit on the stack of a thread
 _PANEL = 16  # tokens: as in attention_tile.h; blocks are made of whole ones
 _NO_WINDOW = 2**62
 

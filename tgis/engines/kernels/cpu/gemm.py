@@ -13,7 +13,7 @@ from tgis.engines.kernels.agreement import agrees
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.padding import zero_padded
 
-TILE_N = 32  # as in gemm.h
+TILE_N = 32  # same value in gemm.h
 _PAIR = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 1}  # inputs side by side in the packed weight, as there
 _BY = {  # dtypes of x and the weight, and what the names of functions end with
     (torch.float32, torch.float32): "",
@@ -21,11 +21,11 @@ _BY = {  # dtypes of x and the weight, and what the names of functions end with
     (torch.float32, torch.float16): "_by_f16",
     (torch.bfloat16, torch.bfloat16): "",
 }
-_AMX_TILE_K = 32  # as in gemm_amx.c
+_AMX_TILE_K = 32  # same value in gemm_amx.c
 _COMPARED_ROWS = 1024
 
 Gemm = Callable[[Tensor, Tensor | None], Tensor]  # x [..., in] and a bias [out] -> [..., out]
-MakeGemm = Callable[[Tensor], Gemm]  # of a weight [out, in]
+MakeGemm = Callable[[Tensor], Gemm]  # makes the GEMM of a weight [out, in]
 
 
 class OneDnnGemm:

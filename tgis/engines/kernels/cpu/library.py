@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 _CPUINFO = Path("/proc/cpuinfo")
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # of the functions of a library
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # suffixes of function names
 DTYPES = tuple(_SUFFIXES)
 
 # The values of CPU_ISA and the flags of /proc/cpuinfo that they need; the last that a CPU supports is the best.

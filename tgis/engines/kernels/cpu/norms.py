@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tgis.engines.kernels.cpu.library import DTYPES, FLOAT, INTEGER, POINTER, CpuKernels, structure
 from tgis.engines.kernels.cpu.probes import is_special, rows_close
 
-_DEFAULT_EPS = 1e-5  # of norms without an attribute for it
+_DEFAULT_EPS = 1e-5  # eps of norms that have no attribute for it
 
 
 @dataclass(frozen=True, slots=True)

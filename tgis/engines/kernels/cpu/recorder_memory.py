@@ -20,7 +20,7 @@ class RecorderMemory:
     """Tensors whose memory outlives them: a later tensor of the recorder gets it, but nothing else does."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # by size
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)  # free buffers by size
         self._blocks: dict[int, NDArray[np.uint8]] = {}  # free or not, by address
         self._constants: dict[tuple[object, ...], Tensor] = {}
         self._taken: list[NDArray[np.uint8]] = []  # blocks of the last recording, in order

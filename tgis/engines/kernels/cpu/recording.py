@@ -86,7 +86,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[misc]
         self._replay = kernels.function("replay", torch.float32, [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64)
         self._aten_kernels = AtenKernels(kernels)
         self._calls: list[list[int]] = []  # since the last part
-        self._names: list[str] = []  # of their functions
+        self._names: list[str] = []  # function names
         self._recorded = RecordedPass(kept=[memory])
 
     def add_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tgis.errors import Unsupported
 
-_MAX_ARGUMENTS = 14  # as in replay.c
+_MAX_ARGUMENTS = 14  # same value in replay.c
 
 
 class KernelCalls:
@@ -32,9 +32,9 @@ class KernelCalls:
 class RecordedPass:
     """Repeats a pass when it is called."""
 
-    parts: list[Callable[[], None]] = field(default_factory=list)  # in order
+    parts: list[Callable[[], None]] = field(default_factory=list)  # segments in the order of execution
     kept: list[object] = field(default_factory=list)  # objects whose addresses are in the calls
-    operators: Counter[str] = field(default_factory=Counter)  # of PyTorch, that are called
+    operators: Counter[str] = field(default_factory=Counter)  # PyTorch operators that are called
 
     def __call__(self) -> None:
         for part in self.parts:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.probes import output_of, rows_close
 
-_APPLY_ROTARY = "apply_rotary_pos_emb"  # as transformers' modelling files call it
-_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # of that function
+_APPLY_ROTARY = "apply_rotary_pos_emb"  # name in the modelling files of transformers
+_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]  # parameters of apply_rotary_pos_emb
 
 _ApplyRotary = Callable[..., tuple[Tensor, Tensor]]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgis.engines.kernels.cpu.library import CpuKernels
 
-_COLUMNS = 5  # of a table, as in argmax.c
+_COLUMNS = 5  # columns of a table; same value in argmax.c
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 

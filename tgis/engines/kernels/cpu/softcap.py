@@ -11,7 +11,7 @@ from tgis.engines.kernels.cpu.activations import Activation
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.probes import inputs_of_all_sizes, output_of, rows_close
 
-_SOFTCAP = "final_logit_softcapping"  # in configurations
+_SOFTCAP = "final_logit_softcapping"  # name in configurations
 
 
 def fuse_softcap(model: PreTrainedModel, kernels: CpuKernels) -> int:

@@ -23,7 +23,7 @@ class AttentionShape(NamedTuple):
     v_size: int
     block_k: int  # k_size and v_size, padded
     block_v: int
-    block_size: int  # of the KV cache
+    block_size: int  # block size of the KV cache
     softcap: float | None
     bias_row: int  # stride of the bias
     bias_origin: int | None

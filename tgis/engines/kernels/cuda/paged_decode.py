@@ -15,7 +15,7 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cuda import attention_tile
 
-_TILE_BYTES = 16384  # of keys per loop iteration
+_TILE_BYTES = 16384  # bytes of keys per loop iteration
 _MAX_TILE_TOKENS = 128
 _PROGRAMS_PER_SM = 4
 _MIN_PADDED_SEQS = 256  # kernels are compiled per power of two of sequences: fewer variants
@@ -188,7 +188,7 @@ def _combine_splits(
     """Combine the splits of one sequence for one head: their mean, weighted by log-sum-exp."""
     nth, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     counts, firsts, _ = _partition_splits(seq_lens, num_seqs, num_splits, window, padded_seqs, tile)
-    number = tl.cumsum((counts > 1).to(tl.int32), 0)  # of such sequences, up to each
+    number = tl.cumsum((counts > 1).to(tl.int32), 0)  # running count of sequences with several splits
     if nth >= tl.max(number, 0):
         return
     seq = tl.sum((number <= nth).to(tl.int32), 0)

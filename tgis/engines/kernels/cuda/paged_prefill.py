@@ -13,7 +13,7 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cuda import attention_tile
 
-_QUERY_BYTES, _KEY_BYTES = 16384, 16384  # of a tile
+_QUERY_BYTES, _KEY_BYTES = 16384, 16384  # bytes of queries and of keys in a tile
 
 
 def paged_prefill(

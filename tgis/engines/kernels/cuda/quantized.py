@@ -25,11 +25,11 @@ _WIDTH = 256  # bytes: rows of codes have a multiple of them
 _ZEROS = {id(INT4): 0, id(INT8): 128, id(E4M3): None}  # the code of 0; None: codes are E4M3
 _ALL = 1 << 30  # columns
 _PART = 1 << 24  # elements that PyTorch widens or rounds at a time, which takes some 256 to 768 MiB
-_TINY = tl.constexpr(2.0**-100)  # as in ActivationCodes
+_TINY = tl.constexpr(2.0**-100)  # same value in ActivationCodes
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added to a small number, it leaves no place for a fraction
 
 _self_test = KernelSelfTest()
-_gemms: WeakValueDictionary[int, "TritonGemm"] = WeakValueDictionary()  # by id, for compiled layers
+_gemms: WeakValueDictionary[int, "TritonGemm"] = WeakValueDictionary()  # GEMMs by id, for compiled layers
 
 
 class DeviceGemms(GemmSelector):

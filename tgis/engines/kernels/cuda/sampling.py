@@ -14,14 +14,14 @@ from torch import Tensor
 
 _BLOCK = 4096  # tokens per loop iteration, or of a program
 _MIN_CANDIDATES = 128  # kernels are compiled per power of two of candidates: fewer variants
-_COLUMNS = tl.constexpr(5)  # of a table, before the best tokens
+_COLUMNS = tl.constexpr(5)  # columns of a table that precede the best tokens
 _INVALID = tl.constexpr(1.0)  # state of a row
-_LOWEST_BITS = tl.constexpr(0x7FFFFFFF)  # of a float32, but the sign
+_LOWEST_BITS = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 except the sign
 _LAST_KEY, _LAST_ID = tl.constexpr(2**63 - 1), tl.constexpr(2**32 - 1)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
-_INTEGERS = tl.constexpr(1 << 52)  # that uniform numbers are made from
+_INTEGERS = tl.constexpr(1 << 52)  # number of integers behind uniform numbers
 _UNIT = tl.constexpr(0.5**52)
 
 
@@ -106,7 +106,7 @@ def exponential_noise(key: tl.tensor, ids: tl.tensor) -> tl.tensor:
     bits = (bits ^ (bits >> 27)) * _FACTOR_2
     integer = (bits ^ (bits >> 31)) >> 12
     is_low = integer < _INTEGERS // 2
-    distance = tl.where(is_low, integer, _INTEGERS - 1 - integer)  # from the nearer end
+    distance = tl.where(is_low, integer, _INTEGERS - 1 - integer)  # distance to the nearer end
     u = (distance.to(tl.float32) + 0.5) * _UNIT
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u / 7))))))
     near_zero = tl.where(u < 1 / 16, series, -tl.log(1 - u))  # the logarithm's error is absolute around 1

@@ -25,7 +25,7 @@ def has_kernels(device: torch.device) -> bool:
 
 def is_fatal(error: Exception) -> bool:
     """Whether the device is out of memory or lost, so that computing the same in another way would fail too."""
-    is_of_capture = "captur" in str(error)  # in all messages of cudaErrorStreamCapture...
+    is_of_capture = "captur" in str(error)  # all messages of cudaErrorStreamCapture... have it
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, torch.AcceleratorError) and not is_of_capture
     )

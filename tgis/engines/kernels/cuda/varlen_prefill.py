@@ -25,7 +25,7 @@ _GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters
 class VarlenBatch:
     """Consecutive prefill chunks of a flat batch that are computed by one call."""
 
-    tokens: slice  # of the flat batch
+    tokens: slice  # rows of the flat batch
     cu_seqlens: Tensor  # int32 [2, chunks + 1]: cumulative query lengths and sequence lengths, from 0
     max_seqlens: tuple[int, int]  # the largest of each
     context_slots: Tensor | None  # int64 [keys]: slots of the KV cache; None: no chunk has context
