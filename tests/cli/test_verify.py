@@ -2,7 +2,6 @@
 
 import json
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
