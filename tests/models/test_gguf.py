@@ -68,7 +68,9 @@ def test_a_broken_header_is_one_line(content: bytes, message: str, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
-def write(path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: str = "none", **strings: str) -> None:
+def write(
+    path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: str = "none", *, factors: bool = True
+) -> None:
     """A Llama with everything in its header."""
     config = make_config("Llama")
     config.vocab_size, config.hidden_act = len(TOKENS), "silu"
@@ -87,7 +89,8 @@ def write(path: Path, kind: str = "gpt2", pre: str | None = "llama-bpe", rope: s
         if pre is not None:
             writer.add_tokenizer_pre(pre)
         writer.add_string("llama.rope.scaling.type", rope)
-        writer.add_tensor("rope_freqs.weight", FACTORS)
+        if factors:
+            writer.add_tensor("rope_freqs.weight", FACTORS)
 
     write_gguf(path, config, "llama", "F16", permuted, header)
 
@@ -115,11 +118,22 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert rope["short_factor"] == rope["long_factor"] == FACTORS.tolist()
 
 
+def convert_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "run_child", lambda command, seconds: gguf.convert_here(Path(command[-1])))
+
+
+def test_the_base_of_rotary_embeddings_is_the_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "any.gguf", factors=False)
+    convert_in_this_process(monkeypatch)
+    config = AutoConfig.from_pretrained(gguf.ensure_directory(str(tmp_path), tmp_path / "cache"))
+    assert config.rope_parameters == {"rope_theta": 5000.0, "rope_type": "default"}
+
+
 def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "any.gguf", kind="rwkv", rope="yarn")
     make_config("Llama").save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(staging, "run_child", lambda command, seconds: gguf.convert_here(Path(command[-1])))
+    convert_in_this_process(monkeypatch)
     name = Path(gguf.ensure_directory(str(tmp_path), tmp_path / "cache"))
     assert find_model(str(name), None, None).config["vocab_size"] == make_config("Llama").vocab_size
     assert (name / "tokenizer.json").resolve() == tmp_path / "tokenizer.json"
