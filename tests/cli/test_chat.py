@@ -15,7 +15,7 @@ import pytest
 from local_server import LocalServer, local_server
 
 from tgis import __main__
-from tgis.cli import client
+from tgis.cli import client, sampling
 from tgis.cli.chat import Chat, _delta, _parser
 from tgis.cli.client import NO_API
 from tgis.errors import StartError
@@ -106,7 +106,7 @@ def test_a_terminal_shows_that_the_model_thinks_and_no_thought(monkeypatch: Any,
     assert capsys.readouterr().out == "(thinking)\nc\ufffdd\n" * 2
     said = ("user", "x"), ("assistant", "c\x1bd"), ("user", "y")
     messages = [{"role": role, "content": text} for role, text in said]
-    body = {"model": "m", "messages": messages, "stream": True, "max_tokens": None}
+    body = dict.fromkeys(("max_tokens", *sampling.FIELDS)) | {"model": "m", "messages": messages, "stream": True}
     assert (sent[0], sent[2]) == ((None, 7), (body, 7))
 
 

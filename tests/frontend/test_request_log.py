@@ -78,7 +78,7 @@ def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stu
 
 
 def test_the_limit_that_held_is_logged_and_flags_without_text(server: LocalServer) -> None:
-    body = {
+    body: dict[str, object] = {
         "prompt": "abc" * 666,
         "stop": ["xyz"],
         "temperature": 0,
@@ -86,7 +86,7 @@ def test_the_limit_that_held_is_logged_and_flags_without_text(server: LocalServe
         "guided_regex": "(abc)+",
         "seed": 0,
     }
-    assert server.post("/v1/completions", body, **{"X-Correlation-Id": "http"})[0] == 200
+    assert server.post("/v1/completions", body, 60, **{"X-Correlation-Id": "http"})[0] == 200
     (line,) = lines(server, "http")
     shown = f"max_new_tokens={2048 - 3 * 666} stop_sequences=1 details=True grammar=regex"
     assert (line["parameters"], line["api"]) == (shown, "openai")
