@@ -30,18 +30,13 @@ def build(folder: str, target: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(target)}
 
 
-def test_the_image_starts_a_configured_server_as_an_unprivileged_user() -> None:
+def test_the_image_serves_at_its_ports_as_an_unprivileged_user() -> None:
     steps = re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
-    found = {instruction: argument for instruction, argument in steps if "=$" not in argument}  # the last of each
-    assert (found["CMD"], found["USER"]) == ('["tgis", "serve"]', "2000:0")
-    environ = dict(pair.split("=") for pair in found["ENV"].replace("\\\n", " ").split())
+    last = {instruction: argument for instruction, argument in steps if "=$" not in argument}
+    environ = dict(pair.split("=") for pair in last["ENV"].replace("\\\n", " ").split())
     config = parse([], {"MODEL_NAME": "m", **environ}, "tgis serve")
     assert not config.warnings
-    assert found["EXPOSE"] == f"{config.port} {config.grpc_port}"
-    assert config.cache_dir.is_relative_to("/tmp")
-    copied = {source.split("/")[0] for step, paths in steps if step == "COPY" for source in paths.split()[:-1]}
-    allowed = {line[1:] for line in (ROOT / ".containerignore").read_text().splitlines() if line.startswith("!")}
-    assert copied - {"--from=build", ""} == allowed
+    assert (last["EXPOSE"], last["USER"]) == (f"{config.port} {config.grpc_port}", "2000:0")
 
 
 def test_images_and_the_changelog_have_the_version_of_the_package() -> None:

@@ -277,9 +277,6 @@ def test_capacity_recovers_slowly_after_out_of_memory() -> None:
     for _ in range(300):
         run_step(batcher)
     assert low < batcher.context_limit < 1.1 * low
-    for _ in range(1700):
-        run_step(batcher)
-    assert 1.1 * low < batcher.context_limit < 2 * low
 
 
 @pytest.mark.parametrize(("kind", "last"), [({}, [3]), ({"padded": False, "block_size": 4}, [0, 1, 3])])

@@ -259,9 +259,6 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
     assert [due - dues[0] for due in dues] == pytest.approx(expected, abs=1e-5)
-    assert np.percentile([1000 * record["latency"] for record in raw["requests"]], 90) == pytest.approx(
-        level["latency_ms"]["p90"], abs=1e-4
-    )
 
 
 def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

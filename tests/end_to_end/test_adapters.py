@@ -4,16 +4,19 @@ import itertools
 import json
 import random
 import shutil
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
-import tuning
+import torch
 from harness import Server, adapter_request, as_stream_request, failure, output_tokens, running_module
+from tiny_models import check_greedy
 from tokenizers import Tokenizer
-from tuning import Continuation, Tuned
+from transformers import AutoModelForCausalLM
 
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
@@ -23,23 +26,69 @@ ADAPTER = "vllm_tgis_adapter"
 COPIES = 6  # of the largest adapter; three of them fit into the 1 MiB cache
 MAX_MODEL_LEN = 256
 SEED = 7
+INPUTS = [
+    "Once upon a time",
+    "“What a curious feeling!” said Alice; “I must be shutting up like a telescope.” And so",
+    "I",
+    "He said, “It is",
+]
+KINDS = {"LORA": peft.LoraConfig, "P_TUNING": peft.PromptEncoderConfig, "PROMPT_TUNING": peft.PromptTuningConfig}
+PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {  # by path in the store: the kind, its file, and options of PEFT
+    "queen": ("LORA", "safetensors", {"r": 8, "target_modules": "all-linear", "lora_alpha": 16}),
+    "nested/king": ("LORA", "bin", {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+    "alice": ("LORA", "safetensors", {"r": 1, "target_modules": ["o_proj"], "lora_alpha": 2}),
+    "patterns": (
+        "LORA",
+        "safetensors",
+        {
+            "r": 5,
+            "target_modules": r".*layers\.\d+\.(mlp\.(up|down)_proj|self_attn\.k_proj)",
+            "rank_pattern": {"up_proj": 2, "layers.0.self_attn.k_proj": 7},
+            "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
+        },
+    ),
+    "first": (
+        "LORA",
+        "safetensors",
+        {"r": 16, "target_modules": ["q_proj", "o_proj", "down_proj"], "layers_to_transform": [0]},
+    ),
+    "hatter": ("LORA", "bin", {"r": 3}),
+    "mouse": ("LORA", "safetensors", {"r": 8, "lora_alpha": 64}),
+    "gate": ("LORA", "safetensors", {"r": 2, "target_modules": ["gate_proj", "up_proj"]}),
+    "soft/queen": ("PROMPT_TUNING", "safetensors", {"num_virtual_tokens": 8}),
+    "soft/nested/king": ("PROMPT_TUNING", "bin", {"num_virtual_tokens": 5}),
+    "soft/encoded": ("P_TUNING", "safetensors", {"num_virtual_tokens": 6, "encoder_hidden_size": 64}),
+}
 
 
 @pytest.fixture(scope="module")
-def tuned(glassllm_dir: Path, cache_dir: Path) -> list[Tuned]:
-    """LoRA adapters, and soft prompts."""
-    return [tuning.tuned(name, glassllm_dir, cache_dir) for name in ("glassllm-lora", "glassllm")]
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture(scope="module")
-def server(tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("server")
-    store = directory / "store"
-    shutil.copytree(tuned[0].store, store)
-    shutil.copytree(tuned[1].store, store / "soft")
+def models(store: Path, glassllm_dir: Path) -> dict[str, Any]:
+    """What PEFT saves to the store, with random weights, and the bare model."""
+    models = {"": AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32).eval()}
+    for seed, (name, (kind, file, options)) in enumerate(PLANS.items()):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(glassllm_dir, dtype=torch.float32)
+        with warnings.catch_warnings(action="ignore"):  # PEFT's own, about deprecations in transformers
+            models[name] = peft.get_peft_model(base, KINDS[kind](task_type="CAUSAL_LM", **options)).eval()
+        for path, weight in models[name].named_parameters():
+            if "lora_" in path or "prompt_encoder.default.embedding" in path:
+                torch.nn.init.normal_(weight, std=0.1 if "lora_" in path else 0.7)
+        models[name].save_pretrained(store / name, safe_serialization=file == "safetensors")
+    return models
+
+
+@pytest.fixture(scope="module")
+def server(
+    store: Path, models: dict[str, Any], glassllm_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     for number in range(COPIES):
         shutil.copytree(store / "queen", store / "copies" / str(number))
-    module = f'{{"name": "the king", "path": "{tuned[0].store}/nested/king", "base_model_name": "glassllm"}}'
+    module = f'{{"name": "the king", "path": "{store}/nested/king", "base_model_name": "glassllm"}}'
     flags = [
         *("--model", str(glassllm_dir), "--served-model-name", "alice", "other", "--seed", str(SEED)),
         *("--dtype", "float", "--host", "localhost", "--max-model-len", str(MAX_MODEL_LEN)),
@@ -47,13 +96,8 @@ def server(tuned: list[Tuned], glassllm_dir: Path, tmp_path_factory: pytest.Temp
         *("--enable-lora", "--max-lora-rank", "64", "--lora-modules", f"hearts={store}/queen", module),
     ]
     options: dict[str, Any] = {"ADAPTER_CACHE": store, "PROMPT_CACHE_SIZE_MB": 1, "DEBUG_BATCH": True}
-    with running_module([ADAPTER, *flags], directory, **options) as running:
+    with running_module([ADAPTER, *flags], tmp_path_factory.mktemp("server"), **options) as running:
         yield running
-
-
-@pytest.fixture
-def store(server: Server) -> Path:
-    return server.log.parent / "store"
 
 
 @pytest.fixture
@@ -62,7 +106,7 @@ def stub(server: Server) -> Iterator[Stub]:
         yield made
 
 
-def call(text: str, adapter: str | None, new: int = tuning.MAX_NEW_TOKENS) -> pb.BatchedGenerationRequest:
+def call(text: str, adapter: str | None, new: int = 24) -> pb.BatchedGenerationRequest:
     return adapter_request(text, new, adapter_id=adapter)
 
 
@@ -87,28 +131,28 @@ def test_requests_without_a_seed_get_the_same_seeds_in_every_run(stub: Stub) -> 
 
 
 def test_more_adapters_than_fit_into_the_cache_under_load(
-    server: Server, stub: Stub, tuned: list[Tuned], glassllm_dir: Path
+    server: Server, stub: Stub, models: dict[str, Any], glassllm_dir: Path
 ) -> None:
-    """All adapters and soft prompts at once, beside inputs without one; unary and streamed."""
+    """All adapters and soft prompts at once, beside inputs without one; unary and streamed: what PEFT generates."""
     tokenizer = Tokenizer.from_file(str(glassllm_dir / "tokenizer.json"))
-    texts = {tuple(tokenizer.encode(text).ids): text for text in tuning.INPUTS}
-    loras, prompts = (one.continuations for one in tuned)
-    copies = itertools.cycle(range(COPIES))
-    wanted = [(one, f"copies/{next(copies)}" if one.prompt == "queen" else one.prompt) for one in loras]
-    wanted += [(one, f"soft/{one.prompt}") for one in prompts if one.prompt]
-    modules = {"queen": "hearts", "nested/king": "the king"}
-    wanted += [(one, modules[one.prompt]) for one in loras if one.prompt in modules]
+    names = {name: name for name in models} | {"hearts": "queen", "the king": "nested/king"}
+    names |= {f"copies/{number}": "queen" for number in range(COPIES)}
+    wanted = list(itertools.product(names, INPUTS))
     random.Random(1).shuffle(wanted)
 
-    def ask(one: Continuation, name: str) -> tuple[list[str], list[str]]:
-        request = call(texts[tuple(one.tokens)], name or None)
+    def ask(name: str, text: str) -> tuple[list[str], list[str]]:
+        request = call(text, name or None)
         return output_tokens(stub, request), texts_of(stub.GenerateStream(as_stream_request(request), timeout=60))
 
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(ask, *zip(*wanted, strict=True)))
-    for (one, _), (unary, stream) in zip(wanted, answers, strict=True):
-        assert unary == stream == [tokenizer.id_to_token(token) for token in one.generated]
-    assert server.metric("tgi_prompt_load_duration_count") > len({name for _, name in wanted})
+    clear = 0
+    for (name, text), (unary, stream) in zip(wanted, answers, strict=True):
+        assert unary == stream
+        generated = [tokenizer.token_to_id(token) for token in unary]
+        clear += check_greedy(models[names[name]], tokenizer.encode(text).ids, generated)
+    assert clear > 0.8 * sum(len(unary) for unary, _ in answers)
+    assert server.metric("tgi_prompt_load_duration_count") > len(names)
     assert server.metric("tgi_prompt_load_failure") == 0
 
 

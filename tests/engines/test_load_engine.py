@@ -255,11 +255,6 @@ def test_a_table_of_positions_limits_the_sequence_length(name: str, tmp_path: Pa
             load(model, engine=engine, max_sequence_length=129)
 
 
-@pytest.mark.parametrize("engine", ["auto", "hf_transformers"])
-def test_computed_positions_do_not(models: dict[str, Path], engine: str) -> None:
-    load(models["Llama"], engine=engine, max_sequence_length=129)
-
-
 def test_an_engine_without_adapters_says_so(models: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     load(models["Llama"], engine="fake", adapter_store=STORE)
     (said,) = caplog.messages

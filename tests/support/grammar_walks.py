@@ -1,7 +1,7 @@
 """Random walks through grammars, as a model would take them whose every allowed token is equally likely."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
@@ -28,6 +28,21 @@ def byte_table(more: Iterable[bytes] = ()) -> TokenTable:
 
 def compiled(kind: GrammarKind, text: str, table: TokenTable, *, choices: Sequence[str] = ()) -> GrammarMatcher:
     return compile_grammar(GrammarSpec(kind, text, tuple(choices)), table)
+
+
+def accepts(matcher: GrammarMatcher, text: str, special: Mapping[str, int] = {}) -> bool | int:
+    """Whether an output may be the text, in tokens of `byte_table` and special ones; if it is no beginning of an
+    output, how many of its tokens are.
+    """
+    tokens, rest = list[int](), text.encode()
+    while rest:
+        mark = next((mark for mark in special if rest.startswith(mark.encode())), "")
+        token = special[mark] if mark else rest[0] + 1
+        if token not in matcher.allowed_ids(tokens):
+            return len(tokens)
+        tokens.append(token)
+        rest = rest[len(mark.encode()) or 1 :]
+    return EOS in matcher.allowed_ids(tokens)
 
 
 def walk(matcher: GrammarMatcher, rng: random.Random, limit: int, eager: float = 0.5) -> tuple[list[int], bool]:

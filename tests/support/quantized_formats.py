@@ -229,6 +229,12 @@ def with_input_scale(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors | {"input_scale": torch.tensor([0.03])}, expected
 
 
+def say_quantized(path: Path, config: dict[str, Any]) -> None:
+    """Write the quantization_config of a model."""
+    file = path / "config.json"
+    file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+
+
 def quantized_copy(
     path: Path,
     quantize: Quantize | Mapping[str, Quantize | None],
@@ -250,8 +256,7 @@ def quantized_copy(
             tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     if config is not None:
-        file = path / "config.json"
-        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+        say_quantized(path, config)
     return expected
 
 
@@ -267,8 +272,7 @@ def experts_in_codes(path: Path, quantize: Quantize, config: dict[str, Any]) -> 
     expected = AutoModelForCausalLM.from_pretrained(path, experts_implementation="batched_mm").float().eval()
     plain = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     save_file(plain | {name: x.contiguous() for name, x in coded.items()}, path / "model.safetensors", {"format": "pt"})
-    file = path / "config.json"
-    file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+    say_quantized(path, config)
     return expected
 
 
@@ -281,9 +285,7 @@ def experts_in_mxfp4(path: Path) -> None:
         tensors[f"{name}_blocks"] = torch.from_numpy(draw.integers(0, 256, (*size, 16), dtype=np.uint8))
         tensors[f"{name}_scales"] = torch.from_numpy(draw.integers(121, 126, size, dtype=np.uint8))
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    file = path / "config.json"
-    config = msgspec.json.decode(file.read_bytes()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_bytes(msgspec.json.encode(config))
+    say_quantized(path, {"quant_method": "mxfp4"})
 
 
 def load(path: Path, **others: Any) -> PreTrainedModel:

@@ -32,6 +32,13 @@ from tgis.ipc.request import StopReason
 LIMITS = RequestLimits(
     max_sequence_length=200, max_new_tokens=100, include_stop_sequence=True, vocab_size=257, input_vocab_size=257
 )
+CALL: Any = SimpleNamespace(  # what parameters of a request are read with
+    config=Config(model_name="m"),
+    generator=SimpleNamespace(
+        server_info=SimpleNamespace(limits=LIMITS),
+        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
+    ),
+)
 
 
 @functools.cache

@@ -6,11 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_calls import CONFIG
-from grpc_status import rpc_status
 from harness import as_stream_request, unary_request
 from local_server import LocalServer, local_server
 
@@ -75,25 +72,3 @@ def test_an_answer_has_a_deadline_if_the_client_has_one(partial: bool, remaining
     deadline = GenerationServicer(unused, config, unused)._answer_deadline(context)
     assert (deadline is not None) == (partial and remaining is not None)
     assert deadline is None or before + 5 <= deadline <= time.monotonic() + 5
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_refusal_names_its_field(stub: Stub, streamed: bool) -> None:
-    request = unary_request("abc")
-    request.params.decoding.frequency_penalty = 2.5
-    with pytest.raises(grpc.RpcError) as caught:
-        list(stub.GenerateStream(as_stream_request(request))) if streamed else stub.Generate(request)
-    error: Any = caught.value
-    text, bad = "frequency_penalty must be >= -2.0 and <= 2.0", error_details_pb2.BadRequest()
-    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
-    assert rpc_status.from_call(error).details[0].Unpack(bad)
-    (violation,) = bad.field_violations
-    assert (violation.field, violation.description) == ("params.decoding.frequency_penalty", f"{text}, got 2.5")
-
-
-def test_tokenize_and_model_info(stub: Stub) -> None:
-    request = pb.BatchedTokenizeRequest(requests=[{"text": "aé"}], return_tokens=True, return_offsets=True)
-    (response,) = stub.Tokenize(request).responses
-    assert (response.token_count, list(response.tokens)) == (3, ["a", "Ã", "©"])
-    assert [(offset.start, offset.end) for offset in response.offsets] == [(0, 1), (1, 3), (1, 3)]
-    assert stub.ModelInfo(pb.ModelInfoRequest()).max_sequence_length == MAX_LENGTH

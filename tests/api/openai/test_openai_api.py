@@ -75,22 +75,6 @@ def test_a_chat_and_its_stream(client: openai.OpenAI) -> None:
     assert (last.usage, rest[-1].choices[0].finish_reason) == (answer.usage, "length")
 
 
-def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
-    asked: Any = {"model": NAME, "input": "hällo ", "max_output_tokens": 20}
-    response = client.responses.create(**asked)
-    assert (response.output_text, response.status) == ("hällo hällo hällo"[:17], "incomplete")
-    assert response.usage is not None
-    assert (response.usage.input_tokens, response.usage.output_tokens) == (7, 20)
-    *events, last = client.responses.create(**asked, stream=True)
-    assert (
-        "".join(event.delta for event in events if event.type == "response.output_text.delta") == response.output_text
-    )
-    assert last.type == "response.incomplete"
-    assert (last.response.output_text, last.response.usage) == (response.output_text, response.usage)
-    with pytest.raises(openai.BadRequestError, match="store must be false"):
-        client.responses.create(**asked, store=True)
-
-
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI, parts: bool) -> None:
     plain, text = chat(client, "abcd"), "abcdXabc"

@@ -8,23 +8,15 @@ import msgspec
 import pytest
 from described_params import described, plain
 from harness import run_async
-from scripted_api import LIMITS, ask, output
+from scripted_api import CALL, ask, output
 from tables import table
 
 from tgis.api.openai.bodies import ChatCompletionRequest, CompletionRequest
 from tgis.api.openai.messages import template_messages, template_tools
 from tgis.api.openai.params import chat_params, completion_params
 from tgis.api.openai.requests import RequestReader
-from tgis.config import Config
 from tgis.frontend.calls import CallKind
 
-CALL: Any = SimpleNamespace(
-    config=Config(model_name="m"),
-    generator=SimpleNamespace(
-        server_info=SimpleNamespace(limits=LIMITS),
-        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
-    ),
-)
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
 ANSWER = output(reason="MAX_TOKENS")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from chat_templates import TEMPLATES, load_template, write_template
-from grammar_walks import EOS, token_table
+from grammar_walks import accepts, byte_table
 from harness import run_async
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,20 +81,14 @@ def test_templates_show_how_a_model_thinks(tmp_path: Path) -> None:
 
 MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "[THINK]", "[/THINK]"]
 SPECIAL = {mark: 257 + index for index, mark in enumerate(MARKS)}
-TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
+TABLE = byte_table([b""] * len(SPECIAL))
 ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 
 
-def accepts(spec: GrammarSpec, text: str) -> bool | None:
+def accepted(spec: GrammarSpec, text: str) -> bool | None:
     """Whether an output may be the text; None if it is no beginning of an output."""
-    matcher, tokens = compile_grammar(spec, TABLE), list[int]()
-    while text:
-        mark = next((mark for mark in SPECIAL if text.startswith(mark)), text[0])
-        text = text.removeprefix(mark)
-        if (token := SPECIAL.get(mark, ord(mark[0]) + 1)) not in matcher.allowed_ids(tokens):
-            return None
-        tokens.append(token)
-    return EOS in matcher.allowed_ids(tokens)
+    result = accepts(compile_grammar(spec, TABLE), text, SPECIAL)
+    return result if isinstance(result, bool) else None
 
 
 @pytest.mark.parametrize("kind", [GrammarKind.JSON_OBJECT, GrammarKind.CHOICE, GrammarKind.GRAMMAR])
@@ -102,14 +96,14 @@ def accepts(spec: GrammarSpec, text: str) -> bool | None:
 def test_grammars_begin_behind_thoughts(row: dict[str, Any], kind: GrammarKind) -> None:
     rules = GrammarMarks(SPECIAL.get).after_thought(REASONING_FORMATS[row["form"]], row["prompt"], marks_answer=True)
     grammar = {GrammarKind.JSON_OBJECT: "", GrammarKind.CHOICE: "", GrammarKind.GRAMMAR: 'root ::= "{" "}"'}[kind]
-    assert accepts(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), row["text"]) is row["accepted"]
+    assert accepted(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), row["text"]) is row["accepted"]
 
 
 CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}'
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "accepted"),
+    ("fields", "text", "expected"),
     [
         ({"tool_choice": "required"}, ANALYSIS + CALLED, True),
         ({"tool_choice": "required"}, f"{ANALYSIS}<|channel|>final<|message|>x", None),
@@ -118,14 +112,14 @@ CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a":
         ({}, ANALYSIS + CALLED.replace("1", "x"), None),
     ],
 )
-def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str, accepted: bool | None) -> None:
+def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str, expected: bool | None) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"function": {"name": "w", "parameters": schema, "strict": True}}]
     body = msgspec.convert({"messages": [], "tools": tools, **fields}, ChatCompletionRequest)
     marks = GrammarMarks(SPECIAL.get)
     spec = ToolGrammar(HARMONY_CALLS, marks, HARMONY.answer).spec(ToolChoice.of(body))
     rules = marks.after_thought(HARMONY, "x", marks_answer=False)
-    assert accepts(msgspec.structs.replace(spec, after_thought=rules), text) is accepted
+    assert accepted(msgspec.structs.replace(spec, after_thought=rules), text) is expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

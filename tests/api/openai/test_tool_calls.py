@@ -35,7 +35,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
 
 
-TOOLS: dict[str, Any] = {"w": {}, "x": None, "now": {"type": "object"}, "get-w": {}}  # that are offered
+TYPES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "d": {"anyOf": True}}
+TOOLS: dict[str, Any] = {"w": {}, "x": None, "now": {"type": "object"}, "get-w": {}, "function": None}  # offered
+TOOLS["s"] = {"properties": TYPES}
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
 
 
@@ -43,13 +45,24 @@ def call(name: str, arguments: Any, key: str = "arguments") -> str:
     return json.dumps({"name": name, key: arguments})
 
 
-FORMATS = {name: form for name, (form, *_) in TOOL_FORMATS.items()} | {"mistral-args": MISTRAL_ARGS}
+FORMATS = {name: form for name, (form, *_) in TOOL_FORMATS.items()}
+FORMATS |= {"mistral-args": MISTRAL_ARGS, "command_r": COMMAND_R}
 FORMATS = {name: form for name, form in FORMATS.items() if form not in [*FORMATS.values()][: [*FORMATS].index(name)]}
 
 
 def parse(tool_format: ToolFormat, parts: list[str]) -> list[Piece]:
     parser = ToolCallParser(tool_format, TOOLS)
     return [piece for part in parts for piece in parser.add(part)] + parser.finish()
+
+
+def read(tool_format: ToolFormat, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    """The text, and the calls with their arguments."""
+    text, calls = complete_calls(parse(tool_format, parts))
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def cut(output: str, size: int) -> list[str]:
+    return [output[at : at + size] for at in range(0, len(output), size)]
 
 
 @table("tool_calls", "outputs")
@@ -59,13 +72,10 @@ def test_outputs_in_any_parts(row: dict[str, Any], data: st.DataObject) -> None:
     output = row["output"]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(output)), max_size=8)))
     parts = [output[start:end] for start, end in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    calls = [(name, json.loads(arguments)) for name, arguments in row["calls"]]
     for split in ([output], list(output), parts):
+        assert read(FORMATS[row["format"]], split) == (row["text"], calls)
         pieces = parse(FORMATS[row["format"]], split)
-        text, calls = complete_calls(pieces)
-        assert (text, [(name, json.loads(arguments)) for name, arguments in calls]) == (
-            row["text"],
-            [(name, json.loads(arguments)) for name, arguments in row["calls"]],
-        )
         named = [piece for piece in pieces if not isinstance(piece, str) and piece.name is not None]
         assert [piece.index for piece in named] == list(range(len(calls)))
 
@@ -161,7 +171,7 @@ def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        text, _ = complete_calls(parse(tool_format, [output[at : at + size] for at in range(0, len(output), size)]))
+        text, _ = complete_calls(parse(tool_format, cut(output, size)))
     finally:
         sys.settrace(before)
     assert text == output
@@ -190,30 +200,14 @@ def test_deep_values_are_arguments_or_no_call() -> None:
 @pytest.mark.parametrize("parts", [1, 100])
 def test_brackets_without_end_are_text(parts: int) -> None:
     output = '<tool_call>{"arguments": ' + "[" * 100_000 + "}"
-    parser, size = ToolCallParser(HERMES, TOOLS), -(-len(output) // parts)
-    pieces = [piece for at in range(0, len(output), size) for piece in parser.add(output[at : at + size])]
-    assert complete_calls([*pieces, *parser.finish()]) == (output, [])
+    assert complete_calls(parse(HERMES, cut(output, -(-len(output) // parts)))) == (output, [])
 
 
-FORMS = {name: form for name, (form, *_) in TOOL_FORMATS.items()} | {
-    "mistral-args": MISTRAL_ARGS,
-    "command_r": COMMAND_R,
-}
-TYPES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "d": {"anyOf": True}}
-OFFERED: dict[str, Any] = dict.fromkeys(["w", "x", "now", "function"]) | {"s": {"properties": TYPES}}
 CALLS = [
     ("w", {"city": "Paris", "days": 2}),
     ("x", {"text": "a > b\n\"c\", 'd'", "list": [1, {"a": None}], "yes": True}),
 ]
 USER = {"role": "user", "content": "x"}
-
-
-def read(form: ToolFormat, output: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
-    parser, pieces = ToolCallParser(form, OFFERED), list[Piece]()
-    for at in range(0, len(output), size):
-        pieces += parser.add(output[at : at + size])
-    text, calls = complete_calls([*pieces, *parser.finish()])
-    return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def message(calls: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -232,7 +226,7 @@ def write(directory: Path, row: dict[str, Any]) -> None:
 
 @table("tool_formats", "templates")
 def test_formats_read_what_their_templates_write(row: dict[str, Any], tmp_path: Path, request: Any) -> None:
-    form, calls = FORMS[request.node.callspec.id], CALLS
+    form, calls = FORMATS[request.node.callspec.id], CALLS
     write(tmp_path, row)
     template = load_template(tmp_path)
     assert template.formats.tools == form
@@ -242,19 +236,12 @@ def test_formats_read_what_their_templates_write(row: dict[str, Any], tmp_path: 
         prompt, end = template.render([USER]), row["end"].strip()
         output = template.render(messages, add_generation_prompt=False).removeprefix(prompt).rpartition(end)[0]
     for size in (1, 2, 3, 7, len(output)):
-        assert read(form, output, size) == (row.get("text", ""), calls)
-
-
-@table("tool_formats", "outputs")
-def test_other_outputs(row: dict[str, Any]) -> None:
-    for size in range(1, len(row["output"]) + 1):
-        text, calls = read(FORMS[row["format"]], row["output"], size)
-        assert (text, calls) == (row["text"], [(name, json.loads(arguments)) for name, arguments in row["calls"]])
+        assert read(form, cut(output, size)) == (row.get("text", ""), calls)
 
 
 def test_names_of_vllm_go_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, {"begin": "a", "calls": "{% for c in calls %}<tool_call>{{ c | tojson }}</tool_call>{% endfor %}"})
-    assert load_template(tmp_path).formats.tools == FORMS["hermes"]
-    assert load_template(tmp_path, "olmo3").formats.tools == FORMS["olmo3"]
-    assert load_template(tmp_path, "x").formats.tools == FORMS["hermes"]
+    assert load_template(tmp_path).formats.tools == FORMATS["hermes"]
+    assert load_template(tmp_path, "olmo3").formats.tools == FORMATS["olmo3"]
+    assert load_template(tmp_path, "x").formats.tools == FORMATS["hermes"]
     assert "unknown parser x: the chat template is probed; known are hermes, mistral, " in caplog.text

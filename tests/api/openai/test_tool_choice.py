@@ -2,13 +2,12 @@
 
 import json
 import random
-import re
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
-from grammar_walks import EOS, token_table, walk
+from grammar_walks import accepts, byte_table, walk
 from tables import table
 
 from benchmarks.structured_output.features import BOOLEAN, INTEGER, NODE, PERSON, closed
@@ -26,7 +25,7 @@ NAMES = "hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic", "granite"
 FORMATS = {name: TOOL_FORMATS[name][0] for name in NAMES} | {"mistral-args": MISTRAL_ARGS}
 MARKS = "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "<|python_tag|>", "</parameter>", "<|channel|>"
 SPECIAL = {text: 257 + index for index, text in enumerate(MARKS)}
-TABLE = token_table([*(bytes([byte]) for byte in range(256)), *[b""] * len(SPECIAL)])
+TABLE = byte_table([b""] * len(SPECIAL))
 BOOK = closed(
     seats={"type": "integer", "minimum": 1, "maximum": 9},
     window=BOOLEAN,
@@ -60,22 +59,6 @@ def compiled(
 def text_of(tokens: list[int]) -> str:
     marks = {token: text.encode() for text, token in SPECIAL.items()}
     return b"".join(marks.get(token) or bytes([token - 1]) for token in tokens).decode()
-
-
-def accepts(matcher: GrammarMatcher, text: str, *, special: bool = False) -> bool | int:
-    """Whether it may end there; if it is no beginning of an output, where the first wrong character is."""
-    tokens = [byte + 1 for byte in text.encode()]
-    if special:
-        parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text)
-        tokens = [
-            token
-            for part in parts
-            for token in ([SPECIAL[part]] if part in SPECIAL else [byte + 1 for byte in part.encode()])
-        ]
-    for at, token in enumerate(tokens):
-        if token not in matcher.allowed_ids(tokens[:at]):
-            return at
-    return EOS in matcher.allowed_ids(tokens)
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -166,15 +149,15 @@ def test_parameters_that_marks_cannot_hold_to_their_schema_are_json(row: dict[st
 
 def test_a_mark_that_is_a_special_token_is_nothing_else() -> None:
     matcher = compiled(MISTRAL, request(tools=STRICT), special=True)
-    assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", special=True) is True
-    assert accepts(matcher, "Well.[TOOL_CALLS", special=True) is True
+    assert accepts(matcher, f"Well.[TOOL_CALLS] [{BOOK_1}]", SPECIAL) is True
+    assert accepts(matcher, "Well.[TOOL_CALLS", SPECIAL) is True
     assert accepts(matcher, "Well.[TOOL_CALLS]") == len("Well.[TOOL_CALLS")
 
 
 @table("tool_calls", "special marks")
 def test_marks_with_special_tokens_in_them(row: dict[str, Any]) -> None:
     matcher = compiled(TOOL_FORMATS[row["format"]][0], request(tools=STRICT), special=True)
-    assert accepts(matcher, row["text"], special=True) is True
+    assert accepts(matcher, row["text"], SPECIAL) is True
 
 
 MANY = [{"function": {"name": "now"}}] * 1024

@@ -90,12 +90,6 @@ def test_tokenize(server: LocalServer) -> None:
         assert (status, text in answer["error"]) == (422, True)
 
 
-def test_a_model_without_a_chat_template_is_422(server: LocalServer) -> None:
-    status, answer = server.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a"}]})
-    assert (status, answer["error_type"]) == (422, "template_error")
-    assert answer["error"] == "Template error: the model has no chat template"
-
-
 def test_info(server: LocalServer) -> None:
     info = json.loads(server.get("/info")[1])
     fingerprint = info.pop("fingerprint")
@@ -109,22 +103,6 @@ def test_info(server: LocalServer) -> None:
     unknown = dict.fromkeys(("model_sha", "model_pipeline_tag", "docker_label", "sha"))
     assert info == expected | unknown
     assert json.loads(server.get("/debug/batch")[1])["max_batch_size"] == 256
-
-
-@pytest.mark.parametrize(
-    ("inputs", "parameters", "words"),
-    [
-        ("x" * 190, {"max_new_tokens": 20}, "plus max_new_tokens (20) must be <= 200"),
-        ("x" * 170, {}, "170 tokens, at most 160"),
-        ("a", {"grammar": {"type": "regex", "value": "("}}, "regex: invalid regex: unclosed group"),
-        ("a", {"adapter_id": "none"}, "adapter_id supplied but no adapter store was configured"),
-    ],
-)
-def test_requests_that_the_generator_refuses(server: LocalServer, inputs: str, parameters: Any, words: str) -> None:
-    for path in ("/generate", "/generate_stream"):
-        status, answer = post(server, path, inputs, **parameters)
-        assert (status, answer["error_type"]) == (422, "validation")
-        assert words in answer["error"]
 
 
 def test_a_failure_amid_a_stream_is_an_event(server: LocalServer) -> None:

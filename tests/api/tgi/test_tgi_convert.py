@@ -1,6 +1,5 @@
 """From bodies of TGI's API to parameters and calls, and from outputs to answers, field by field."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,24 +10,15 @@ from described_params import described, plain
 from harness import run_async
 from hypothesis import example, given
 from hypothesis import strategies as st
-from scripted_api import LIMITS, Answer, ScriptedGenerator, ask, output
+from scripted_api import CALL, LIMITS, Answer, ScriptedGenerator, ask, output
 from tables import table
 
 from tgis.api.tgi import convert
 from tgis.api.tgi.errors import ERRORS
 from tgis.api.tgi.schema import GenerateParameters, Token
-from tgis.config import Config
 from tgis.errors import EngineFailure, Overloaded
 from tgis.frontend.calls import CallKind
 from tgis.frontend.output import RequestOutput
-
-CALL: Any = SimpleNamespace(
-    config=Config(model_name="m"),
-    generator=SimpleNamespace(
-        server_info=SimpleNamespace(limits=LIMITS),
-        special_token_ids=lambda texts: (2,) if "</s>" in texts else (),
-    ),
-)
 
 
 def given_parameters(**fields: Any) -> GenerateParameters:

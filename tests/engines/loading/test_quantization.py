@@ -7,12 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from batches import engine_options
 from quantized_cases import CASES
-from quantized_formats import FORMATS, layer_calls, quantized_copy
+from quantized_formats import FORMATS, layer_calls, quantized_copy, say_quantized
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor, nn
@@ -113,8 +112,7 @@ def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
 def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path) -> None:
     path = make_model("Llama", tmp_path)
     if config:
-        file = path / "config.json"
-        file.write_bytes(msgspec.json.encode(msgspec.json.decode(file.read_bytes()) | {"quantization_config": config}))
+        say_quantized(path, config)
     with pytest.raises(StartError) as refusal:
         loader.load_model(engine_options(path, quantize=asked, quantize_logits=True), CPU)
     assert str(refusal.value) == error
