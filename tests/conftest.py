@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from chat_templates import PROCESS
+from model_directories import write_model
 from repository import REPOSITORY, TEST_CACHE
 from tokenizer_families import Families, description, write
 from tokenizers import Tokenizer as Backend
@@ -130,9 +130,6 @@ def slow_gpt2(tmp_path: Path) -> ModelFiles:
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
     config = {"model_type": "gpt2", "vocab_size": len(pieces)}
-    path = tmp_path / "slow"
-    path.mkdir()
-    for name, value in {"config": config, "vocab": vocabulary, "tokenizer_config": settings}.items():
-        (path / f"{name}.json").write_text(json.dumps(value))
+    path = write_model(tmp_path / "slow", config=config, vocab=vocabulary, tokenizer_config=settings)
     (path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nhe ll\n")
     return find_model(str(path), None, None)

@@ -1,7 +1,6 @@
 """tgis.frontend.tokenizer: ids and offsets against plain calls of the library, truncation, broken files."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,7 @@ def test_a_special_token_after_the_text_is_not_bos(tmp_path: Path) -> None:
 def test_the_token_that_is_called_eos(written: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
     backend = Backend(models.WordLevel({"A": 0, "B": 1}))
     backend.add_special_tokens(["<end>"])
-    for name, content in written.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1).eos_ids == expected
+    assert Tokenizer.load(zoo.write(tmp_path, backend.to_str(), **written), workers=1).eos_ids == expected
 
 
 @pytest.mark.parametrize("family", ["byte_fallback", "metaspace"])  # BOS before, EOS after a text

@@ -138,13 +138,19 @@ def running_server(
     return running_module(["tgis", "serve"], directory, timeout, **{"MODEL_NAME": model, **options})
 
 
+def fake_model(directory: Path, steps: dict[str, Any] | None, template: str | None) -> Path:
+    """A model of the engine `fake`, which repeats its prompt, with a chat template if one is given."""
+    model = make_fake_model(directory / "model", **(steps or {}))
+    if template is not None:
+        write_template(model, template)
+    return model
+
+
 def running_fake(
     directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, /, **options: Any
 ) -> contextlib.AbstractContextManager[Server]:
     """Serve a model of the engine `fake`, which repeats its prompt."""
-    model = make_fake_model(directory / "model", **(steps or {}))
-    if template is not None:
-        write_template(model, template)
+    model = fake_model(directory, steps, template)
     return running_server(directory, model, **{"DEPLOYMENT_FRAMEWORK": "fake", **options})
 
 

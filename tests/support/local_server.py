@@ -20,10 +20,8 @@ from unittest import mock
 import config_parsing
 import harness
 import uvloop
-from chat_templates import write_template
 from repository import TEST_CACHE
 
-from demo.fake_model import make_fake_model
 from tgis import server as server_module
 from tgis.config import Config
 from tgis.engine_core.main import _serve as serve_engine
@@ -79,10 +77,7 @@ def local_server(
     directory: Path, steps: dict[str, Any] | None = None, template: str | None = None, /, **options: object
 ) -> contextlib.AbstractContextManager[LocalServer]:
     """Serve a model of the engine `fake`, which repeats its prompt."""
-    model = make_fake_model(directory / "model", **(steps or {}))
-    if template is not None:
-        write_template(model, template)
-    return serving_locally(directory, model, **options)
+    return serving_locally(directory, harness.fake_model(directory, steps, template), **options)
 
 
 @contextlib.contextmanager

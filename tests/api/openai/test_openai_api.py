@@ -163,21 +163,14 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 NO_NOT = {"function": {"name": "x", "strict": True, "parameters": {"not": {}}}}
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [{"role": "user", "content": "x" * 200}]}, "messages", "must be < 200"),
-    ({"tools": [NO_NOT]}, "tools", 'tools: unsupported keywords: ["not"] in tools[0].function.parameters'),
-    ({"logit_bias": {"999": 1}}, "logit_bias", "logit_bias must have token ids below 258, got 999"),
-]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_that_the_generator_refuses(client: openai.OpenAI, stream: bool) -> None:
-    for params, field, text in BAD:
-        with pytest.raises(openai.BadRequestError) as caught:
-            chat(client, "abc", stream=stream, **params)
-        assert caught.value.param == field
-        assert text in caught.value.message
-    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\] gives token id 258") as caught:
+    with pytest.raises(openai.BadRequestError, match=r'keywords: \["not"\] in tools\[0\].function.param') as caught:
+        chat(client, "abc", stream=stream, tools=[NO_NOT])
+    assert caught.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\] gives token id 258"):
         client.completions.create(model=NAME, prompt=[[1], [258]], stream=stream)
     with pytest.raises(openai.InternalServerError, match="failed during generation"):
         chat(client, "!", stream=stream)  # a poisoned token

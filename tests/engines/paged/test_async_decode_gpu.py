@@ -22,7 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(300)  # compilers run
 @pytest.mark.parametrize("async_decode", [True, False])
 def test_steps_wait_for_their_tokens_only(tmp_path: Path, async_decode: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Prompts, decodes, grammars, and sequences that end one after the other; twice: the first run compiles kernels."""

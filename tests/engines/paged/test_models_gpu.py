@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),  # of libraries: versions differ on GPU machines
-    pytest.mark.timeout(300),  # compilers run
 ]
 CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama": make_wide_config("Llama", **LONG),
