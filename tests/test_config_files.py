@@ -8,7 +8,7 @@ import pytest
 from config_parsing import read, refusal
 
 from benchmarks.certificates import make_pair
-from tgis.environment import prepare_environment
+from tgis.environment import LIBRARY_ENVIRONMENT, prepare_environment
 from tgis.errors import StartError
 from tgis.prepare import load_credentials
 
@@ -56,13 +56,20 @@ def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
-@pytest.mark.parametrize(("given", "left"), [(" ", None), ("backend:native", "backend:native")])
-def test_prepare_environment_keeps_a_configured_allocator(
-    tmp_path: Path, environ: dict[str, str], given: str, left: str | None
+@pytest.mark.parametrize(
+    ("name", "given", "left"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", " ", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", "backend:native"),
+        *((name, "7", "7") for name in LIBRARY_ENVIRONMENT),
+    ],
+)
+def test_prepare_environment_keeps_what_is_set(
+    tmp_path: Path, environ: dict[str, str], name: str, given: str, left: str | None
 ) -> None:
-    environ["PYTORCH_CUDA_ALLOC_CONF"] = given
+    environ[name] = given
     prepare_environment(read(CACHE_DIR=str(tmp_path)))
-    assert environ.get("PYTORCH_CUDA_ALLOC_CONF") == left
+    assert environ.get(name) == left
 
 
 @pytest.mark.usefixtures("environ")
