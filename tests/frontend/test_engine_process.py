@@ -22,7 +22,7 @@ EPSILON = 1e-6
 @pytest.mark.parametrize("seed", range(10))
 def test_only_time_in_which_the_front_end_runs_counts(seed: int) -> None:
     """No hang is missed and no pause counts as one, but for the one tick that a pause may be taken for."""
-    draw, now, watchdog = random.Random(seed), 0.0, EngineWatchdog(0.0)
+    draw, now, watchdog = random.Random(seed), 1000.0, EngineWatchdog(1000.0)
     since_step, since_heartbeat = [0.0, 0], [0.0, 0]  # seconds that the front end has run, and its pauses
     for _ in range(2000):
         paused = draw.random() < 0.1  # the front end; the engine may be, too
@@ -50,6 +50,7 @@ def test_only_time_in_which_the_front_end_runs_counts(seed: int) -> None:
 
 def test_any_rank_may_be_silent() -> None:
     watchdog, now = EngineWatchdog(100.0), 100.0
+    assert watchdog.silence(now) is None
     for _ in range(19):
         assert watchdog.tick(now) == 0
         for rank in (0, 1, 2) if now < 103 else (0, 2):
