@@ -125,9 +125,9 @@ def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str
     logs.configure(level="info", json_output=False)
     print("one", "\ud800", file=sys.stderr, flush=True)
     print("two", file=sys.stderr)
-    for stream in logs._streams:
-        stream.stop()
+    logs.stop()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
+    assert not any(stream._thread.is_alive() for stream in logs._streams)
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:
