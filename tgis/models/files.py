@@ -201,9 +201,9 @@ def _cached_snapshot(name: str, revision: str | None, cache_dir: str) -> Path | 
 
 
 class _Tensor(msgspec.Struct):
-    """What a header says of a tensor, or of the whole file."""
+    """What a header says of a tensor, or of the whole file; offsets count from the end of the header."""
 
-    data_offsets: tuple[int, int] = (0, 0)  # from the end of the header
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def _check_safetensors(shard: Path) -> None:
