@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from batches import engine_options
+from cpu_kernels import CPU_ISA, kernels_of
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, tgis_warnings
 
@@ -225,6 +226,8 @@ CACHE = "KV cache: {} blocks of 16 tokens, {} KiB a token, 0.00 GiB in all"
 def test_what_an_engine_is_and_what_its_start_logs(
     models: dict[str, Path], model: str, engine: str, values: dict[str, Any], last: str, caplog: Any, monkeypatch: Any
 ) -> None:
+    if engine == "tgis_native":
+        kernels_of(CPU_ISA)  # or the test is skipped
     monkeypatch.setattr(loader, "watched", progress := mock.MagicMock())
     caplog.set_level("INFO", "tgis")
     changes = {"estimate_memory": "manual", "speculation": "lookup", "speculation_max_tokens": 5}
