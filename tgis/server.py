@@ -123,7 +123,8 @@ class Server:
 
     async def _load(self) -> Generator:
         config, decoder = self._preparation.config, self._preparation.token_decoder()
-        vocabulary = await asyncio.to_thread(decoder.vocabulary)
+        # At most a second, before anything is served. glibc would keep the 9 MB that another thread frees.
+        vocabulary = decoder.vocabulary()
         self._process.send(vocabulary)
         digest = asyncio.create_task(self._preparation.file_digest())
         path, process = self._preparation.template_path, self._template_process
