@@ -35,6 +35,7 @@ from tgis.engines.sampling.logits_processors import (
 )
 from tgis.engines.sampling.logprobs import LogprobRequest, candidate_columns, table_of
 
+_LONG_LIST = 1024  # tokens: a draw among them takes a tenth of the time of one among 50,000
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -103,7 +104,7 @@ DrawFiltered = Callable[[FilteredRows, int], Tensor]
 
 def draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     """Draw from the tokens that the filters keep; returns the table of the draws. On CPUs a list of the
-    `num_candidates` best tokens is tried first: other devices would be waited for if it is too short.
+    `num_candidates` best tokens is tried first, then a longer one: other devices would be waited for each time.
     """
     values, vocab_size = rows.scores.values, rows.scores.values.shape[1]
     if num_candidates >= vocab_size or not values.is_cpu:
@@ -112,7 +113,8 @@ def draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     table, exact = _draw_from_list(rows, num_candidates)
     if not exact.all():
         inexact = (~exact[:, 0]).nonzero()[:, 0]
-        table[inexact] = draw_filtered(rows.take(inexact), vocab_size)
+        longer = _LONG_LIST if num_candidates < _LONG_LIST else vocab_size
+        table[inexact] = draw_filtered(rows.take(inexact), longer)
     return table
 
 
