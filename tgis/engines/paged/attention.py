@@ -144,7 +144,7 @@ class PagedAttention:
             self.encoder_windows.add(window)
             kv_cache = self.encoder_cache.layer(0, key, value)
             whole = AttentionParams(scale, None, *rest, causal=False)
-            return self.attend(batch.attention, query, key, value, kv_cache, whole)[..., :size]
+            return self.attend(batch.attention, query, key, value, kv_cache, whole)[..., :size].contiguous()
         index = self.states.attention_layer_of(module) if self.states else module.layer_idx
         self.shares_modules |= index != module.layer_idx
         kv_cache = self.cache.layer(index, key, value)
@@ -154,7 +154,7 @@ class PagedAttention:
         metadata = batch.cross if module in self.cross_modules else batch.attention
         assert metadata is not None
         scaled = AttentionParams(*params, key_scales=self._key_scales.get(module))
-        return self.attend(metadata, query, key, value, kv_cache, scaled)[..., :size]
+        return self.attend(metadata, query, key, value, kv_cache, scaled)[..., :size].contiguous()
 
     def attend(
         self,
