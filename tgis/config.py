@@ -90,7 +90,7 @@ class Config:
         MODEL, TEXT, "directory, or name in the Hub cache, of the tokenizer and chat template", None,
         vllm_names=("tokenizer",), shown_default="MODEL_NAME")
     deployment_framework: str = option(
-        MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
+        MODEL, ENGINE, "engine: auto, tgis_native, hf_transformers, hf_optimum_ort, or fake (for tests)", "auto",
         nearest_values={
             "hf_accelerate": "hf_transformers", "hf_optimum_bt": "hf_transformers", "hf_custom_tp": "tgis_native",
             "ds_inference": "auto", "ibm_fms": "auto"})
@@ -119,7 +119,7 @@ class Config:
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
         shown_default="HF_HOME/hub")
     hf_home: Path = option(
-        MODEL, PATH, "directory of Hugging Face files", defaults.hf_home, shown_default="~/.cache/huggingface")
+        MODEL, PATH, "parent directory of the Hub cache", defaults.hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
         LIMITS, with_unit(integer(2)), "maximum number of input plus output tokens", None,

@@ -69,7 +69,7 @@ MESSAGES = {  # for each reason in the table
     "custom attention": "0 of 2 layers use replaceable attention",
     "difference of two attentions: the logits do not agree": "does not give the model's own (attention|logits)",
     "custom cross-attention": "the cross-attention of .* has no hook",
-    "state outside the KV cache": "keep more than a KV cache",
+    "unsupported recurrent state": "keep more than a KV cache",
     "padding changes results": "sees padding",
     "sequences compete for experts": "shares experts among rows",
 }
