@@ -84,13 +84,13 @@ class Config:
         aliases=("model_id",), vllm_names=("model",))
     served_model_name: tuple[str, ...] = option(
         MODEL, WORDS, "names of the model in the OpenAI API; the first is shown in answers, metrics and logs", (),
-        shown_default="MODEL_NAME, of a directory its last part")
+        shown_default="MODEL_NAME, or the last part of its path")
     revision: str | None = option(MODEL, TEXT, "revision of the model in the Hub cache", None, shown_default="main")
     tokenizer_name: str | None = option(
-        MODEL, TEXT, "directory with tokenizer.json and the chat template, or its name in the Hub cache", None,
+        MODEL, TEXT, "directory, or name in the Hub cache, of the tokenizer and chat template", None,
         vllm_names=("tokenizer",), shown_default="MODEL_NAME")
     deployment_framework: str = option(
-        MODEL, ENGINE, "engine: tgis_native, hf_transformers, hf_optimum_ort, fake, or auto", "auto",
+        MODEL, ENGINE, "engine: auto, tgis_native, hf_transformers, hf_optimum_ort, or fake (for tests)", "auto",
         nearest_values={
             "hf_accelerate": "hf_transformers", "hf_optimum_bt": "hf_transformers", "hf_custom_tp": "tgis_native",
             "ds_inference": "auto", "ibm_fms": "auto"})
@@ -99,26 +99,27 @@ class Config:
     pt2_compile: bool | None = option(
         MODEL, BOOLEAN, "use torch.compile in tgis_native", None, shown_default="on a GPU")
     num_shard: int = option(
-        MODEL, integer(1, 64), "number of tensor-parallel ranks of tgis_native on all machines, one GPU each", 1,
+        MODEL, integer(1, 64), "tensor-parallel size of tgis_native: ranks on all machines, one GPU for each", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
-        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8: same as QUANTIZE=int8", "auto",
-        aliases=("dtype_str",), shown_default="bfloat16 if the device supports it, else float32 (CPU), float16 (GPU)",
+        MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8 means QUANTIZE=int8", "auto",
+        aliases=("dtype_str",), shown_default="bfloat16 if supported, else float32 (CPU) or float16 (GPU)",
         nearest_values={
             "float64": "float32", "double": "float32",
             **dict.fromkeys(("int4", "float8_e4m3fn", "float8_e5m2"), "auto")})
     quantize: str = option(
-        MODEL, QUANTIZE, "int8 or int4: quantize linear layers while loading; or the format of a quantized model",
+        MODEL, QUANTIZE, "quantize linear layers to int8 or int4 while loading; not needed for quantized checkpoints",
         "none", vllm_names=("quantization",), short="-q")
-    quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE: also quantize the logits layer to int8", False)
+    quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE, also quantize the logits layer to int8", False)
     quantize_activations: str = option(
-        MODEL, choice("auto", "none", "int8"), "with QUANTIZE: dtype of activations, int8 or none; auto: int8", "auto")
+        MODEL, choice("auto", "none", "int8"), "with QUANTIZE, the dtype of activations: int8 (auto), or none (DTYPE)",
+        "auto")
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "Hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
         shown_default="HF_HOME/hub")
     hf_home: Path = option(
-        MODEL, PATH, "directory of Hugging Face files", defaults.hf_home, shown_default="~/.cache/huggingface")
+        MODEL, PATH, "parent directory of the Hub cache", defaults.hf_home, shown_default="~/.cache/huggingface")
 
     max_sequence_length: int | None = option(
         LIMITS, with_unit(integer(2)), "maximum number of input plus output tokens", None,
@@ -128,65 +129,66 @@ class Config:
         aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
     max_new_tokens: int = option(LIMITS, integer(1), "largest max_new_tokens of a request", 1024)
     default_max_new_tokens: int = option(
-        LIMITS, integer(0), "max_new_tokens of requests without one; 0: the remaining context", 20)
+        LIMITS, integer(0), "value for requests without max_new_tokens; 0 means the remaining context", 20)
     max_top_n_tokens: int = option(
         LIMITS, integer(0, 1024), "largest top_n_tokens of a request", 10, vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
-        LIMITS, integer(1), "most inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
+        LIMITS, integer(1), "maximum number of inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
     max_concurrent_requests_per_client: int | None = option(
-        LIMITS, integer(1), "most inputs in flight of one client, identified by its token or certificate", None,
+        LIMITS, integer(1), "maximum number of inputs in flight of a client, known by its token or certificate", None,
         shown_default="MAX_CONCURRENT_REQUESTS")
     max_call_memory_mb: int = option(
-        LIMITS, integer(1), "total size of the messages of open calls in MiB; further calls fail with "
-        "RESOURCE_EXHAUSTED (each client: half of it)", 512)
+        LIMITS, integer(1), "maximum MiB of request messages in flight (one client: half); further calls fail "
+        "with RESOURCE_EXHAUSTED", 512)
     limit_by_address: bool = option(
-        LIMITS, BOOLEAN, "identify anonymous clients by IP address (not behind a proxy)", False)
+        LIMITS, BOOLEAN, "identify anonymous clients by IP address; do not use it behind a proxy", False)
     max_queued_tokens: int = option(
-        LIMITS, integer(0), "most queued input tokens; further calls fail with RESOURCE_EXHAUSTED; 0: no limit", 0)
+        LIMITS, integer(0), "maximum number of queued input tokens (0 means no limit); further calls fail with "
+        "RESOURCE_EXHAUSTED", 0)
     deadline_partial: bool = option(
         LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline and return the text so far", False)
     step_timeout_seconds: float = option(
-        LIMITS, SECONDS, "seconds without a step until a busy engine is unhealthy", 120.0)
+        LIMITS, SECONDS, "seconds without a step after which a busy engine is killed", 120.0)
 
     max_batch_size: int | None = option(
         BATCHES, integer(1, 65536), "maximum number of sequences in a batch", None,
         vllm_names=("max_num_seqs",), shown_default="64 on CPU, 256 on CUDA")
     max_batch_prefill_tokens: int | None = option(
         BATCHES, with_unit(integer(1)), "maximum number of input tokens in one step", None,
-        vllm_names=("max_num_batched_tokens",), shown_default="the engine's")
+        vllm_names=("max_num_batched_tokens",), shown_default="chosen by the engine")
     max_prefill_gap_ms: int | None = option(
-        BATCHES, integer(1, 60_000), "target for the delay between tokens caused by other prefills, in ms", None,
+        BATCHES, integer(1, 60_000), "target for the delay in ms that prefills cause in running streams", None,
         shown_default="250 on CPU, 150 on CUDA")
     max_prefill_padding: float = option(
         BATCHES, decimal(0, 1), "maximum fraction of padding tokens in a prefill", 0.2)
     max_waiting_tokens: int = option(
-        BATCHES, integer(0), "most decode steps before waiting requests get a prefill", 24)
+        BATCHES, integer(0), "maximum number of decode steps before waiting requests are prefilled", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "memory estimate: auto (the largest step), off (KV cache only), manual (trust the limits)", "auto")
+        "KV cache sizing: auto leaves memory for steps, off does not, manual only follows MAX_BATCH_SIZE", "auto")
     batch_safety_margin: int | None = option(
-        BATCHES, integer(0, 100), "percentage of memory kept in reserve", None, shown_default="20, on GPUs 8")
+        BATCHES, integer(0, 100), "percentage of memory that stays free", None, shown_default="20; on GPUs 8")
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
         aliases=("cuda_memory_fraction",), vllm_names=("gpu_memory_utilization",), short="-c")
     kv_cache_size_mb: int | None = option(
         BATCHES, integer(1), "size of the KV cache of tgis_native in MiB", None,
-        shown_default="enough for a full batch, if free")
+        shown_default="from the free memory and MAX_BATCH_SIZE")
     kv_cache_dtype: str = option(
-        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: int8 (tgis_native on CPUs); auto: DTYPE", "auto",
+        BATCHES, KV_CACHE_DTYPE, "dtype of the KV cache: auto means DTYPE; int8 needs tgis_native on CPUs", "auto",
         nearest_values=dict.fromkeys(FP8_KV_CACHE, "int8"))
     kv_cache_idle_seconds: float = option(
-        BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0: never", 300.0)
+        BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0 means never", 300.0)
     prefix_cache: bool = option(
         BATCHES, BOOLEAN, "reuse the KV cache of common prompt prefixes (tgis_native)", True,
         aliases=("prefix_caching", "use_prefix_caching"),
         vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))
     num_threads: int = option(
         BATCHES, integer(1, defaults.MAX_THREADS), "number of CPU threads of the engine", defaults.num_threads,
-        shown_default="OMP_NUM_THREADS, else cores in the affinity mask and quota")
+        shown_default="OMP_NUM_THREADS, else the usable cores")
     cpu_isa: str = option(
-        BATCHES, CPU_ISA, "CPU kernels: none, or those for an instruction set, as avx2 or avx512_vnni", "auto",
-        shown_default="the CPU's best")
+        BATCHES, CPU_ISA, "instruction set of the CPU kernels, such as avx512_vnni; none uses PyTorch instead", "auto",
+        shown_default="the best of the CPU")
 
     speculation: str = option(
         BATCHES, SPECULATION, "prompt lookup decoding: lookup, off, or auto (on CPUs, if the engine supports it)",
@@ -203,16 +205,15 @@ class Config:
         BATCHES, integer(1, 65536), "largest batch for which SPECULATOR_NAME drafts tokens", None,
         shown_default="MAX_BATCH_SIZE")
     speculative_config: SpeculativeConfig | None = option(
-        BATCHES, SPECULATIVE_CONFIG, "speculative decoding as a JSON object of vLLM, in place of the options above",
-        None)
+        BATCHES, SPECULATIVE_CONFIG, "speculative decoding as a JSON object in the format of vLLM", None)
 
     prefix_store_path: Path | None = option(
         ADAPTERS, PATH, "directory of soft prompts and LoRA adapters", None, aliases=("adapter_cache",))
     lora_modules: Mapping[str, str] | None = option(
-        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at start: name=path ... or the JSON of vLLM", None,
+        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at the start, as name=path ... or as the JSON of vLLM", None,
         aliases=("lora_adapters",))
     prompt_cache_size_mb: int = option(
-        ADAPTERS, integer(1), "size of the adapter cache in MiB; also the largest adapter file", 512)
+        ADAPTERS, integer(1), "size of the adapter cache in MiB; also the maximum size of an adapter file", 512)
     max_prompt_prefix_length: int | None = option(
         ADAPTERS, integer(1), "maximum length of a soft prompt", None, shown_default="half of MAX_SEQUENCE_LENGTH")
 
@@ -220,15 +221,15 @@ class Config:
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in outputs", False)
     structured_output: bool = option(
-        TEXTS, BOOLEAN, "accept grammars and schemas that outputs must follow", True,
+        TEXTS, BOOLEAN, "accept requests with a grammar or schema for the output", True,
         aliases=("disable_grammar_support",))
     add_special_tokens: bool = option(TEXTS, BOOLEAN, "add special tokens such as BOS to inputs", True)
     random_seed: int | None = option(
-        TEXTS, integer(0, 2**64 - 1), "seed of the generator of seeds for requests without one", None,
-        vllm_names=("seed",), shown_default="different in every run")
+        TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without a seed the same in every run", None,
+        vllm_names=("seed",), shown_default="none")
     tokenization_workers: int = option(
-        TEXTS, integer(1, 256), "texts tokenized at the same time", defaults.tokenization_workers,
-        aliases=("validation_workers",), shown_default="usable CPUs - 1, 2 to 8")
+        TEXTS, integer(1, 256), "number of texts that are tokenized in parallel", defaults.tokenization_workers,
+        aliases=("validation_workers",), shown_default="usable CPUs - 1, but 2 to 8")
 
     bind_address: str = option(
         NETWORK, ADDRESS, "IP address to listen on", "0.0.0.0",  # noqa: S104 - a server
@@ -236,7 +237,7 @@ class Config:
     grpc_port: int = option(NETWORK, PORT, "gRPC port; 0 picks a free one", 8033, short="-g")
     port: int = option(
         NETWORK, PORT, "HTTP port for /health, /metrics and the HTTP APIs; 0 picks a free one", 3000, short="-p")
-    debug_batch: bool = option(NETWORK, BOOLEAN, "serve /debug/batch: the batch and the queue, as JSON", False)
+    debug_batch: bool = option(NETWORK, BOOLEAN, "serve the batch and the queue as JSON at /debug/batch", False)
     tls_cert_path: Path | None = option(
         NETWORK, PATH, "PEM certificate of the gRPC port", None, vllm_names=("ssl_certfile",))
     tls_key_path: Path | None = option(
@@ -249,58 +250,58 @@ class Config:
     client_timeout_seconds: float = option(
         NETWORK, SECONDS, "seconds a client may take to send a request or to read an answer", 30.0)
     grpc_max_connection_age_seconds: int | None = option(
-        NETWORK, integer(1, 31536000), "seconds until clients must reconnect, which spreads load to new replicas",
+        NETWORK, integer(1, 31536000), "seconds after which clients must reconnect, so that they find new replicas",
         None, shown_default="no limit")
 
     http_api: bool = option(HTTP, BOOLEAN, "serve the TGI and OpenAI HTTP APIs", True)
     http_api_port: int | None = option(
-        HTTP, PORT, "separate port for the HTTP APIs (required with TLS)", None, shown_default="PORT, without TLS")
+        HTTP, PORT, "separate port for the HTTP APIs; required if TLS is on", None, shown_default="PORT if TLS is off")
     http_keep_alive_seconds: float = option(
-        HTTP, SECONDS, "seconds a connection may be idle between HTTP requests; best above those of proxies", 620.0)
+        HTTP, SECONDS, "seconds until an idle HTTP connection is closed; set it above the timeout of proxies", 620.0)
     generation_config: str = option(
         HTTP, choice("auto", "none", aliases={"vllm": "none"}),
-        "sampling defaults of the OpenAI API: auto reads the generation_config.json of the model", "auto")
+        "sampling defaults of the OpenAI API: auto reads generation_config.json of the model", "auto")
     tool_call_parser: str | None = option(
-        HTTP, TEXT, "format of the model's tool calls in the OpenAI API, by the names of vLLM", None,
-        shown_default="what the chat template writes")
+        HTTP, TEXT, "format of tool calls in the OpenAI API, by its name in vLLM, such as hermes", None,
+        shown_default="detected from the chat template")
     reasoning_parser: str | None = option(
-        HTTP, TEXT, "format of the model's thoughts in the OpenAI API, by the names of vLLM", None,
-        shown_default="what the chat template writes")
+        HTTP, TEXT, "format of reasoning in the OpenAI API, by its name in vLLM, such as qwen3", None,
+        shown_default="detected from the chat template")
     api_key: Secret | None = option(
-        HTTP, SECRET, "bearer token of the HTTP APIs, in addition to AUTH_TOKEN_PATH", None)
+        HTTP, SECRET, "bearer token for the HTTP APIs, in addition to those in AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
-        HTTP, WORDS, "origins whose pages may call the HTTP APIs; *: all", (), shown_default="none")
+        HTTP, WORDS, "origins whose pages may call the HTTP APIs; * means all", (), shown_default="none")
     allowed_hosts: tuple[str, ...] = option(
-        HTTP, WORDS, "accepted host names of the HTTP ports; *: all", (),
-        shown_default="localhost if BIND_ADDRESS is a loopback address and no token is needed, else all")
+        HTTP, WORDS, "host names that HTTP requests may use in Host; * means all", (),
+        shown_default="all; localhost if BIND_ADDRESS is loopback and no token is set")
     max_best_of: int = option(HTTP, integer(1), "largest best_of of a TGI request", 2)
     max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
-    max_client_batch_size: int = option(HTTP, integer(1), "value in the /info of TGI; limits nothing", 4)
+    max_client_batch_size: int = option(HTTP, integer(1), "shown by /info of the TGI API; has no other effect", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of a request body in bytes", 2_000_000)
 
     nnodes: int = option(
         CLUSTER, integer(1, 64), "number of machines; each runs NUM_SHARD / NNODES ranks", 1,
         aliases=("group_world_size", "lws_group_size"))
     node_rank: int = option(
-        CLUSTER, integer(0, 63), "number of this machine; 0 serves, the others only answer probes", 0,
+        CLUSTER, integer(0, 63), "number of this machine; 0 serves the APIs, the others only answer probes", 0,
         aliases=("group_rank", "lws_worker_index"))
     master_addr: str | None = option(
-        CLUSTER, TEXT, "address of node 0 for the other nodes", None, aliases=("lws_leader_address",))
+        CLUSTER, TEXT, "address of node 0, to which other nodes connect", None, aliases=("lws_leader_address",))
     master_port: int = option(
-        CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; torchrun takes it: then the next one is used",
+        CLUSTER, integer(1, 65534), "port of node 0, to which other nodes connect; under torchrun, the port after it",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
-        CLUSTER, PATH, "file that tells this cluster from others, the same on all nodes", None)
+        CLUSTER, PATH, "file with a text that identifies this cluster, the same on all nodes", None)
     cluster_interface: str | None = option(
         CLUSTER, TEXT, "network interface for collectives (gloo, NCCL)", None,
-        shown_default="that of the connection to node 0")
+        shown_default="the interface that reaches node 0")
     cluster_timeout_seconds: float = option(
-        CLUSTER, decimal(2, 3600), "seconds without an answer until another node is considered lost", 10.0)
+        CLUSTER, decimal(2, 3600), "seconds without an answer after which another node is considered lost", 10.0)
 
     strict_options: bool = option(
-        PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced, instead of a warning", False)
+        PROCESS, BOOLEAN, "if an option would be ignored or replaced, refuse to start instead of warning", False)
     shutdown_grace_seconds: float = option(
-        PROCESS, decimal(0, defaults.MAX_GRACE_SECONDS), "seconds that calls in flight get to finish after SIGTERM",
+        PROCESS, decimal(0, defaults.MAX_GRACE_SECONDS), "seconds in which calls in flight may finish after SIGTERM",
         30.0, aliases=("graceful_termination_timeout",))
     cache_dir: Path = option(
         PROCESS, PATH, "directory for all files that the server writes", defaults.cache_dir,
@@ -310,22 +311,22 @@ class Config:
         aliases=("termination_log_dir",))
 
     otlp_endpoint: str | None = option(
-        LOGS, ENDPOINT, "OpenTelemetry collector (OTLP over gRPC) for the spans of requests", None,
+        LOGS, ENDPOINT, "address of the OpenTelemetry collector (OTLP over gRPC) for request spans", None,
         aliases=("otel_exporter_otlp_endpoint", "otel_exporter_otlp_traces_endpoint"),
         vllm_names=("otlp_traces_endpoint",))
     otlp_service_name: str | None = option(
         LOGS, TEXT, "service name in spans", None, aliases=("otel_service_name",), shown_default="tgis")
-    git_commit_hash: str | None = option(LOGS, TEXT, "commit of the build, for the metric tgi_info", None)
-    log_level: str = option(LOGS, TEXT, "debug, info, warning, error or critical", "info")
+    git_commit_hash: str | None = option(LOGS, TEXT, "commit of the build, shown in the metric tgi_info", None)
+    log_level: str = option(LOGS, TEXT, "lowest level to log: debug, info, warning, error or critical", "info")
     json_output: bool = option(LOGS, BOOLEAN, "log as JSON, one object per line", False)
     log_requests: bool = option(
-        LOGS, BOOLEAN, "log a line for every finished input; false: for failures only", True,
+        LOGS, BOOLEAN, "log a line for every finished input; if false, for failures only", True,
         vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     record_path: Path | None = option(
-        LOGS, PATH, "file that gets a record of every answer, texts included, for tgis verify", None)
+        LOGS, PATH, "file to which every answer is appended, texts included, for tgis verify", None)
     record_max_mb: int = option(
-        LOGS, integer(1), "size of RECORD_PATH and its predecessor, RECORD_PATH.1, in MiB", 256)
+        LOGS, integer(1), "total size of RECORD_PATH and the older RECORD_PATH.1 in MiB", 256)
     # fmt: on
 
     warnings: tuple[str, ...] = field(default=())  # found while parsing; logged at startup

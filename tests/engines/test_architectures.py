@@ -65,13 +65,13 @@ def read_table() -> dict[str, tuple[str, str]]:
 
 TABLE = read_table()
 MESSAGES = {  # for each reason in the table
-    "a mask of its own: the logits do not agree": "does not give the model's own (attention|logits)",
-    "attention of its own": "0 of 2 layers use replaceable attention",
-    "differences of two attentions: the logits do not agree": "does not give the model's own (attention|logits)",
-    "cross-attention of its own": "the cross-attention of .* has no hook",
-    "keeps more than a KV cache": "keep more than a KV cache",
-    "sees padding": "sees padding",
-    "shares experts among rows": "shares experts among rows",
+    "custom mask: the logits do not agree": "does not give the model's own (attention|logits)",
+    "custom attention": "0 of 2 layers use replaceable attention",
+    "difference of two attentions: the logits do not agree": "does not give the model's own (attention|logits)",
+    "custom cross-attention": "the cross-attention of .* has no hook",
+    "unsupported recurrent state": "keep more than a KV cache",
+    "padding changes results": "sees padding",
+    "sequences compete for experts": "shares experts among rows",
 }
 
 

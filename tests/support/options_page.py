@@ -8,11 +8,11 @@ from tgis.utils.options import Option
 _HEAD = """# Options
 
 Each option is an environment variable and a flag of `tgis serve`: `MAX_BATCH_SIZE=32` is the same as
-`--max-batch-size 32`. A flag overrides a variable. An empty variable is unset. Invalid values stop the start with one
-line. `tgis serve MODEL --check` prints every value with its source and starts nothing.
+`--max-batch-size 32`. A flag overrides a variable. An empty variable counts as unset. If a value is invalid, the server
+prints one line and does not start. `tgis serve MODEL --check` prints every value with its source and exits.
 
-Other names of an option are in parentheses. Those in italics are the names of vLLM, which only
-`python -m vllm_tgis_adapter` accepts. [speed.md](speed.md#options-that-matter) says which options matter for speed.
+Other names of an option follow the word "also". Names in italics are from vLLM; only `python -m vllm_tgis_adapter`
+accepts them. [speed.md](speed.md#options-that-matter) says which options matter for speed.
 """
 
 

@@ -79,7 +79,7 @@ class MetricFamilies(Collector):
 
     def duration(self, name: str, documentation: str, labels: Labels = NO_LABELS) -> Histogram:
         """A histogram of seconds."""
-        return self.histogram(name, f"Seconds. {documentation}", DURATION_BUCKETS, labels)
+        return self.histogram(name, documentation, DURATION_BUCKETS, labels)
 
 
 def _from_the_start(metric: Wrapper, labels: Labels) -> Wrapper:
@@ -145,48 +145,46 @@ class RequestFamilies:
     """Calls to generate and their inputs."""
 
     def __init__(self, add: MetricFamilies, sequence: Sequence[float], new: Sequence[float]) -> None:
-        self.count = add.counter("tgi_request_count", "Calls to generate.", _KIND_LABELS)
-        self.input_count = add.counter("tgi_request_input_count", "Inputs of calls to generate.")
+        self.count = add.counter("tgi_request_count", "Generation calls.", _KIND_LABELS)
+        self.input_count = add.counter("tgi_request_input_count", "Inputs of generation calls.")
         self.failure = add.counter(
-            "tgi_request_failure", "Calls that failed; for cancelled and timeout, inputs.", _FAILURE_LABELS
+            "tgi_request_failure", "Failed generation calls; for cancelled and timeout, failed inputs.", _FAILURE_LABELS
         )
-        self.unknown_fields = add.counter(
-            "tgi_request_unknown_fields", "Fields of OpenAI API requests that have no effect."
-        )
-        self.success = add.counter("tgi_request_success", "Inputs that succeeded.", _SUCCESS_LABELS)
+        self.unknown_fields = add.counter("tgi_request_unknown_fields", "Unknown fields in OpenAI API requests.")
+        self.success = add.counter("tgi_request_success", "Successful inputs.", _SUCCESS_LABELS)
 
         self.raw_length = add.histogram("tgi_request_raw_input_length", "Input tokens before truncation.", sequence)
         self.input_length = add.histogram("tgi_request_input_length", "Input tokens after truncation.", sequence)
-        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "Maximum new tokens requested.", new)
+        self.max_new_tokens = add.histogram("tgi_request_max_new_tokens", "Requested max_new_tokens.", new)
         self.generated_tokens = add.histogram(
-            "tgi_request_generated_tokens", "Generated tokens of inputs that succeeded.", new
+            "tgi_request_generated_tokens", "Generated tokens of a successful input.", new
         )
         self.total_tokens = add.histogram(
-            "tgi_request_total_tokens", "Input and generated tokens of inputs that succeeded.", sequence
+            "tgi_request_total_tokens", "Input tokens plus generated tokens of a successful input.", sequence
         )
 
-        self.duration = add.duration("tgi_request_duration", "From arrival to the end, of inputs that succeeded.")
+        self.duration = add.duration("tgi_request_duration", "Seconds from arrival to the end of a successful input.")
         self.validation = add.duration(
-            "tgi_request_validation_duration", "From arrival to the end of validation, of valid calls."
+            "tgi_request_validation_duration", "Seconds from arrival to the end of validation of a valid call."
         )
-        self.queue = add.duration("tgi_request_queue_duration", "From submission to the first step.")
+        self.queue = add.duration("tgi_request_queue_duration", "Seconds in the queue, until the first step.")
         self.inference = add.duration(
-            "tgi_request_inference_duration", "From the first step to the end, of inputs that succeeded."
+            "tgi_request_inference_duration", "Seconds from the first step to the end of a successful input."
         )
         self.mean_time_per_token = add.duration(
-            "tgi_request_mean_time_per_token_duration", "From the first step to the end per generated token."
+            "tgi_request_mean_time_per_token_duration", "Seconds from the first step to the end, per generated token."
         )
         self.time_to_first_token = add.duration(
             "tgi_request_time_to_first_token_duration",
-            "From arrival to the first token, also of inputs that fail later.",
+            "Seconds from arrival to the first token, including inputs that fail later.",
         )
         self.inter_token_latency = CountedDuration(
             "tgi_request_inter_token_latency_duration",
-            "Seconds. Between two steps that gave an input tokens, also of inputs that fail later.",
+            "Seconds between two steps with tokens for the same input, including inputs that fail later.",
         )
         add.registry.register(self.inter_token_latency)
         self.time_per_output_token = add.duration(
-            "tgi_request_time_per_output_token_duration", "Mean time between the tokens of an input that succeeded."
+            "tgi_request_time_per_output_token_duration", "Mean seconds between the tokens of a successful input."
         )
 
 
@@ -194,14 +192,14 @@ class SpeculationFamilies:
     """Tokens that are computed ahead."""
 
     def __init__(self, add: MetricFamilies) -> None:
-        ahead = "Tokens computed ahead: `lookup`, or `draft` by SPECULATOR_NAME."
+        ahead = "Speculative tokens from prompt lookup or from SPECULATOR_NAME (draft)."
         proposed = add.counter("tgi_speculation_proposed_tokens", ahead, _PROPOSERS)
-        accepted = add.counter("tgi_speculation_accepted_tokens", "Tokens computed ahead that were kept.", _PROPOSERS)
+        accepted = add.counter("tgi_speculation_accepted_tokens", "Speculative tokens that were accepted.", _PROPOSERS)
         self.counters = [
             each.labels(proposer) for proposer in _PROPOSERS["proposer"] for each in (proposed, accepted)
         ]  # same order in BatcherCounters
         self.step_tokens = add.histogram(
-            "tgi_speculation_step_tokens", "Tokens of a sequence from a step with proposals.", _POWERS_OF_TWO_TO_64
+            "tgi_speculation_step_tokens", "New tokens of a sequence in a speculative step.", _POWERS_OF_TWO_TO_64
         )
 
     def count_step_tokens(self, counts: BatcherCounters, tokens: list[list[int]]) -> None:
@@ -214,46 +212,48 @@ class BatchFamilies:
     """Steps of the engine, the running batch and the queue."""
 
     def __init__(self, add: MetricFamilies, sizes: Sequence[float]) -> None:
-        self.count = add.counter("tgi_batch_inference_count", "Steps.", _METHOD_LABELS)
-        self.success = add.counter("tgi_batch_inference_success", "Steps that succeeded.", _METHOD_LABELS)
-        self.failure = add.counter("tgi_batch_inference_failure", "Steps that failed.", _STEP_FAILURE_LABELS)
+        self.count = add.counter("tgi_batch_inference_count", "Engine steps.", _METHOD_LABELS)
+        self.success = add.counter("tgi_batch_inference_success", "Successful engine steps.", _METHOD_LABELS)
+        self.failure = add.counter("tgi_batch_inference_failure", "Failed engine steps.", _STEP_FAILURE_LABELS)
         self.concatenation = add.counter("tgi_batch_concatenation_count", "Prefills that joined a running batch.")
 
         self.speculation = SpeculationFamilies(add)
         self.admissions = [  # same order in BatcherCounters
-            add.counter("tgi_queue_jump", "Requests scheduled before one that did not fit."),
-            add.counter("tgi_granular_batch_addition", "Requests that fit as others end in time."),
-            add.counter("tgi_prefill_weight_limit_exceeded", "Requests kept out: prefill too large."),
-            add.counter("tgi_prefill_padding_limit_exceeded", "Requests kept out: too much padding."),
-            add.counter("tgi_batch_preemption", "Sequences that lost their KV blocks."),
+            add.counter("tgi_queue_jump", "Requests scheduled before an older request that did not fit."),
+            add.counter("tgi_granular_batch_addition", "Requests that fit because running requests end in time."),
+            add.counter("tgi_prefill_weight_limit_exceeded", "Times a request waited because of prefill size."),
+            add.counter("tgi_prefill_padding_limit_exceeded", "Times a request waited because of padding."),
+            add.counter("tgi_batch_preemption", "Preempted sequences, which lost their KV blocks."),
             add.counter("tgi_prefix_cache_query_tokens", "Tokens looked up in the prefix cache."),
             add.counter("tgi_prefix_cache_hit_tokens", "Tokens found in the prefix cache."),
             *self.speculation.counters,
         ]
 
         self.prompt_tokens = add.counter(
-            "tgi_batch_prompt_tokens", "Input tokens computed or found in the prefix cache, each once."
+            "tgi_batch_prompt_tokens", "Input tokens, computed or found in the prefix cache; each counts once."
         )
-        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, also of failed calls.")
+        self.generated_tokens = add.counter("tgi_batch_generated_tokens", "Generated tokens, failed calls included.")
         self.discarded_tokens = add.counter(
             "tgi_batch_discarded_tokens",
-            "Generated tokens in no answer: of cancelled and failed calls, or after a stop sequence.",
+            "Generated tokens that clients did not receive: cancelled or failed calls, or after a stop sequence.",
         )
 
         self.size = add.histogram(
-            "tgi_batch_inference_batch_size", "Sequences that prefill, or decode, in a step.", sizes, _METHOD_LABELS
+            "tgi_batch_inference_batch_size", "Sequences that prefill or decode in a step.", sizes, _METHOD_LABELS
         )
-        self.next_tokens = add.histogram("tgi_batch_next_tokens", "Prompt tokens, with padding.", _POWERS_OF_TWO)
-        self.duration = add.duration("tgi_batch_inference_duration", "From scheduling to output.", _STEP_LABELS)
-        self.forward = add.duration("tgi_batch_inference_forward_duration", "Inside the engine.", _STEP_LABELS)
-        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "In the front end.", _STEP_LABELS)
+        self.next_tokens = add.histogram(
+            "tgi_batch_next_tokens", "Prompt tokens in a step, with padding.", _POWERS_OF_TWO
+        )
+        self.duration = add.duration("tgi_batch_inference_duration", "Seconds from scheduling to output.", _STEP_LABELS)
+        self.forward = add.duration("tgi_batch_inference_forward_duration", "Seconds inside the engine.", _STEP_LABELS)
+        self.tokproc = add.duration("tgi_batch_inference_tokproc_duration", "Seconds in the front end.", _STEP_LABELS)
 
         self.queue_size = add.gauge("tgi_queue_size", "Requests in the queue.")
         self.current_size = add.gauge("tgi_batch_current_size", "Sequences in the running batch.")
-        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the batch, with padding.")
+        self.input_tokens = add.gauge("tgi_batch_input_tokens", "Tokens in the running batch, with padding.")
         self.remaining_tokens = add.gauge("tgi_batch_max_remaining_tokens", "Tokens that the batch may still generate.")
-        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Tokens in the batch / capacity.")
-        self.context_limit = add.gauge("tgi_batch_context_limit", "Capacity of a batch, in tokens.")
+        self.weight_utilization = add.gauge("tgi_batch_weight_utilization", "Used fraction of the token capacity.")
+        self.context_limit = add.gauge("tgi_batch_context_limit", "Token capacity of a batch.")
 
     def count_admissions(self, counts: BatcherCounters) -> None:
         for counter, count in zip(self.admissions, msgspec.structs.astuple(counts), strict=True):
@@ -264,8 +264,8 @@ class AdapterFamilies:
     """Soft prompts and LoRA adapters that were not loaded yet."""
 
     def __init__(self, add: MetricFamilies) -> None:
-        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and LoRA adapters that failed.")
-        self.duration = add.duration("tgi_prompt_load_duration", "Loading of a soft prompt or LoRA adapter.")
+        self.failure = add.counter("tgi_prompt_load_failure", "Soft prompts and LoRA adapters that failed to load.")
+        self.duration = add.duration("tgi_prompt_load_duration", "Seconds to load a soft prompt or LoRA adapter.")
 
 
 class TokenizeFamilies:
@@ -274,34 +274,34 @@ class TokenizeFamilies:
     def __init__(self, add: MetricFamilies) -> None:
         self.count = add.counter("tgi_tokenize_request_count", "Calls to Tokenize.")
         self.input_count = add.counter("tgi_tokenize_request_input_count", "Inputs of calls to Tokenize.")
-        self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a call.", _POWERS_OF_TWO)
-        self.duration = add.duration("tgi_tokenize_request_duration", "From arrival to the response.")
+        self.tokens = add.histogram("tgi_tokenize_request_tokens", "Tokens of a Tokenize call.", _POWERS_OF_TWO)
+        self.duration = add.duration("tgi_tokenize_request_duration", "Seconds of a Tokenize call.")
 
 
 class ServiceFamilies:
     """The service itself, from its first second: what runs, its state and credentials."""
 
     def __init__(self, add: MetricFamilies) -> None:
-        self.info = add.gauge("tgi_info", "What is served, and by what.", _INFO_LABELS)
-        self.state = add.gauge("tgi_state", "1 for the state of the service.", {"state": [*ServiceState]})
-        self.engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready and runs.")
-        self.load_duration = add.gauge("tgi_model_load_duration", "Seconds. From the start until the engine was ready.")
-        self.block_size = add.gauge("tgi_kv_cache_block_size", "Tokens of a KV block; 0 for an engine without.")
-        self.num_blocks = add.gauge("tgi_kv_cache_blocks", "KV blocks.")
-        self.cache_bytes = add.gauge("tgi_kv_cache_bytes", "Bytes that KV blocks may take; 0 for an engine without.")
-        self.resident_cache = add.gauge("tgi_kv_cache_resident_bytes", "Bytes of memory that KV blocks take now.")
+        self.info = add.gauge("tgi_info", "Model, engine and version, in the labels.", _INFO_LABELS)
+        self.state = add.gauge("tgi_state", "1 for the state of the server, else 0.", {"state": [*ServiceState]})
+        self.engine_up = add.gauge("tgi_engine_up", "1 while the engine is ready and healthy.")
+        self.load_duration = add.gauge("tgi_model_load_duration", "Seconds from the start until the engine was ready.")
+        self.block_size = add.gauge("tgi_kv_cache_block_size", "Tokens per KV block; 0 if the engine has no KV blocks.")
+        self.num_blocks = add.gauge("tgi_kv_cache_blocks", "Number of KV blocks.")
+        self.cache_bytes = add.gauge("tgi_kv_cache_bytes", "Maximum bytes of all KV blocks; 0 if the engine has none.")
+        self.resident_cache = add.gauge("tgi_kv_cache_resident_bytes", "Bytes of memory that KV blocks use now.")
         self.certificate_expiry = add.gauge(
-            "tgi_certificate_expiry_timestamp_seconds", "When a certificate in use expires.", {"certificate": ()}
+            "tgi_certificate_expiry_timestamp_seconds", "Expiry time of a certificate in use.", {"certificate": ()}
         )
         self.calls = add.counter(
             "tgi_call_count",
-            "Calls that have ended, refused ones too.",
+            "Finished calls, including refused calls.",
             {"api": (), "method": (), "status": ()},
         )
-        self.max_batch_size = add.gauge("tgi_batch_max_size", "Sequences that fit into a batch, MAX_BATCH_SIZE.")
+        self.max_batch_size = add.gauge("tgi_batch_max_size", "Maximum number of sequences in a batch.")
         self.authentication_failure = add.counter("tgi_authentication_failure", "Calls without a valid bearer token.")
-        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Log lines dropped for lack of a reader.")
-        self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters of running requests.")
-        self.waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters of queued requests only.")
-        self.lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name; a timestamp.", _LORA_LABELS)
-        self.loop_lag = add.duration("tgi_event_loop_lag_duration", "Event-loop lag of the front end.")
+        self.log_lines_dropped = add.counter("tgi_log_lines_dropped", "Dropped log lines that were not read in time.")
+        self.running_adapters = add.gauge("tgi_lora_running_adapters", "LoRA adapters that running requests use.")
+        self.waiting_adapters = add.gauge("tgi_lora_waiting_adapters", "LoRA adapters that only queued requests use.")
+        self.lora_requests = add.gauge("tgi_lora_requests_info", "LoRA adapters by name, in the labels.", _LORA_LABELS)
+        self.loop_lag = add.duration("tgi_event_loop_lag_duration", "Seconds of event-loop lag in the front end.")
