@@ -195,7 +195,8 @@ class PagedEngine(Engine):
         rows = budget.max_batch_size
         if rows < self.info.max_batch_size:
             warn(self._options, f"MAX_BATCH_SIZE is {rows}: each sequence has {format_bytes(slot_bytes)} of states")
-        log.info("states of recurrent layers: %d slots of %s", num_slots, format_bytes(slot_bytes))
+        text = "states of recurrent layers: %d slots of %s; they exclude speculative decoding"
+        log.info(text, num_slots, format_bytes(slot_bytes))
         states.allocate(num_slots)
         self.info = msgspec.structs.replace(self.info, max_batch_size=rows, state_slots=num_slots)
         return budget
