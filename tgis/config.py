@@ -112,7 +112,7 @@ class Config:
         "none", vllm_names=("quantization",), short="-q")
     quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE, also quantize the logits layer to int8", False)
     quantize_activations: str = option(
-        MODEL, choice("auto", "none", "int8"), "with QUANTIZE, the dtype of activations: int8 (auto), or none (DTYPE)",
+        MODEL, choice("auto", "none", "int8"), "with QUANTIZE, the dtype of activations: auto is int8, none is DTYPE",
         "auto")
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "Hub cache directory", None,
@@ -165,9 +165,10 @@ class Config:
         BATCHES, integer(0), "maximum number of decode steps before waiting requests are prefilled", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "KV cache sizing: auto leaves memory for steps, off does not, manual only follows MAX_BATCH_SIZE", "auto")
+        "KV cache: auto leaves room for steps, off does not, manual is for MAX_BATCH_SIZE full sequences", "auto")
     batch_safety_margin: int | None = option(
-        BATCHES, integer(0, 100), "percentage of memory that stays free", None, shown_default="20; on GPUs 8")
+        BATCHES, integer(0, 100), "percentage of memory that stays free", None,
+        shown_default="20; 8 on GPUs for decoder-only models in tgis_native without adapters")
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
         aliases=("cuda_memory_fraction",), vllm_names=("gpu_memory_utilization",), short="-c")
@@ -225,7 +226,7 @@ class Config:
         aliases=("disable_grammar_support",))
     add_special_tokens: bool = option(TEXTS, BOOLEAN, "add special tokens such as BOS to inputs", True)
     random_seed: int | None = option(
-        TEXTS, integer(0, 2**64 - 1), "makes the seeds of requests without a seed the same in every run", None,
+        TEXTS, integer(0, 2**64 - 1), "for requests without a seed, choose the same seeds in every run", None,
         vllm_names=("seed",), shown_default="none")
     tokenization_workers: int = option(
         TEXTS, integer(1, 256), "number of texts that are tokenized in parallel", defaults.tokenization_workers,
@@ -288,7 +289,7 @@ class Config:
     master_addr: str | None = option(
         CLUSTER, TEXT, "address of node 0, to which other nodes connect", None, aliases=("lws_leader_address",))
     master_port: int = option(
-        CLUSTER, integer(1, 65534), "port of node 0, to which other nodes connect; under torchrun, the port after it",
+        CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; under torchrun, MASTER_PORT + 1 is used",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
         CLUSTER, PATH, "file with a text that identifies this cluster, the same on all nodes", None)

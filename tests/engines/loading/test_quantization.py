@@ -27,7 +27,7 @@ from tgis.errors import StartError
 IDS = torch.tensor([[5, 9, 13, 7, 40]])
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-INSTEAD = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
+INSTEAD = "use QUANTIZE=int8 or int4, or convert them with tgis quantize"
 
 
 def inputs_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -101,10 +101,10 @@ def test_logits_with_plain_activations(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "config", "error"),
     [
-        ("gptq", {}, "QUANTIZE=gptq, but the weights are plain: " + INSTEAD),
-        ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are plain: " + INSTEAD),
+        ("gptq", {}, "QUANTIZE=gptq, but the weights are not quantized: " + INSTEAD),
+        ("awq_marlin", {}, "QUANTIZE=awq_marlin, but the weights are not quantized: " + INSTEAD),
         ("none", {}, "QUANTIZE_LOGITS and QUANTIZE_ACTIVATIONS=int8 need QUANTIZE=int8 or int4: weights are plain"),
-        ("fp8", {}, "QUANTIZE=fp8, but the weights are plain: " + INSTEAD),
+        ("fp8", {}, "QUANTIZE=fp8, but the weights are not quantized: " + INSTEAD),
         ("int8", {"quant_method": "gptq", "bits": 4}, "QUANTIZE=int8, but the weights are quantized by 'gptq'"),
         ("gptq_marlin", {"quant_method": "awq"}, "QUANTIZE=gptq_marlin, but the weights are quantized by 'awq'"),
     ],

@@ -115,8 +115,8 @@ def resolve_quantization(options: EngineOptions, config: PreTrainedConfig, dtype
         known = ", ".join(sorted([*_FORMATS, _GGUF]))
         raise StartError(f"{path}: weights quantized by {method!r:.40} are not supported, only by {known}")
     if method is None and asked not in _BITS:
-        instead = "QUANTIZE=int8 and int4 quantize them, tgis quantize makes gptq, awq and compressed-tensors"
-        raise StartError(f"QUANTIZE={asked}, but the weights are plain: {instead}")
+        instead = "use QUANTIZE=int8 or int4, or convert them with tgis quantize"
+        raise StartError(f"QUANTIZE={asked}, but the weights are not quantized: {instead}")
     logits, activations = options.quantize_logits, options.quantize_activations
     if method is None:
         return Quantization(_BITS[asked], logits, activations, dtype)
