@@ -127,19 +127,20 @@ class Config:
     max_input_tokens: int | None = option(
         LIMITS, integer(1), "maximum number of input tokens", None,
         aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
-    max_new_tokens: int = option(LIMITS, integer(1), "largest max_new_tokens of a request", 1024)
+    max_new_tokens: int = option(
+        LIMITS, integer(1), "largest max_new_tokens; the OpenAI API lowers larger values to it", 1024)
     default_max_new_tokens: int = option(
-        LIMITS, integer(0), "value for requests without max_new_tokens; 0 means the remaining context", 20)
+        LIMITS, integer(0), "max_new_tokens of gRPC requests that have none; 0 means the remaining context", 20)
     max_top_n_tokens: int = option(
         LIMITS, integer(0, 1024), "largest top_n_tokens of a request", 10, vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
     max_concurrent_requests_per_client: int | None = option(
-        LIMITS, integer(1), "maximum number of inputs in flight of a client, known by its token or certificate", None,
+        LIMITS, integer(1), "maximum number of inputs in flight per client (known by its token or certificate)", None,
         shown_default="MAX_CONCURRENT_REQUESTS")
     max_call_memory_mb: int = option(
-        LIMITS, integer(1), "maximum MiB of request messages in flight (one client: half); further calls fail "
-        "with RESOURCE_EXHAUSTED", 512)
+        LIMITS, integer(1), "maximum MiB of request messages in flight, half of it per client; further calls "
+        "fail with RESOURCE_EXHAUSTED", 512)
     limit_by_address: bool = option(
         LIMITS, BOOLEAN, "identify anonymous clients by IP address; do not use it behind a proxy", False)
     max_queued_tokens: int = option(
@@ -165,9 +166,9 @@ class Config:
         BATCHES, integer(0), "maximum number of decode steps before waiting requests are prefilled", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "KV cache: auto leaves room for steps, off does not, manual is for MAX_BATCH_SIZE full sequences", "auto")
+        "KV cache size: auto leaves room for steps, off none, manual fits MAX_BATCH_SIZE full sequences", "auto")
     batch_safety_margin: int | None = option(
-        BATCHES, integer(0, 100), "percentage of memory that stays free", None,
+        BATCHES, integer(0, 100), "percentage of the memory beside the weights to keep free", None,
         shown_default="20; 8 on GPUs for decoder-only models in tgis_native without adapters")
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
@@ -181,7 +182,7 @@ class Config:
     kv_cache_idle_seconds: float = option(
         BATCHES, decimal(0, 86400), "seconds without requests until KV cache memory is freed; 0 means never", 300.0)
     prefix_cache: bool = option(
-        BATCHES, BOOLEAN, "reuse the KV cache of common prompt prefixes (tgis_native)", True,
+        BATCHES, BOOLEAN, "in tgis_native, reuse the KV cache of common prompt prefixes", True,
         aliases=("prefix_caching", "use_prefix_caching"),
         vllm_names=("enable_prefix_caching", "no_enable_prefix_caching"))
     num_threads: int = option(
@@ -211,7 +212,7 @@ class Config:
     prefix_store_path: Path | None = option(
         ADAPTERS, PATH, "directory of soft prompts and LoRA adapters", None, aliases=("adapter_cache",))
     lora_modules: Mapping[str, str] | None = option(
-        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at the start, as name=path ... or as the JSON of vLLM", None,
+        ADAPTERS, NAMED_PATHS, "LoRA adapters to load at the start, as name=path pairs or as vLLM's JSON", None,
         aliases=("lora_adapters",))
     prompt_cache_size_mb: int = option(
         ADAPTERS, integer(1), "size of the adapter cache in MiB; also the maximum size of an adapter file", 512)
@@ -222,8 +223,7 @@ class Config:
         TEXTS, BOOLEAN, "keep stop sequences in outputs unless the request says otherwise", True)
     output_special_tokens: bool = option(TEXTS, BOOLEAN, "keep special tokens in outputs", False)
     structured_output: bool = option(
-        TEXTS, BOOLEAN, "accept requests with a grammar or schema for the output", True,
-        aliases=("disable_grammar_support",))
+        TEXTS, BOOLEAN, "accept requests with a grammar or schema", True, aliases=("disable_grammar_support",))
     add_special_tokens: bool = option(TEXTS, BOOLEAN, "add special tokens such as BOS to inputs", True)
     random_seed: int | None = option(
         TEXTS, integer(0, 2**64 - 1), "for requests without a seed, choose the same seeds in every run", None,
@@ -244,7 +244,7 @@ class Config:
     tls_key_path: Path | None = option(
         NETWORK, PATH, "PEM private key of TLS_CERT_PATH", None, vllm_names=("ssl_keyfile",))
     tls_client_ca_cert_path: Path | None = option(
-        NETWORK, PATH, "PEM CA certificates for client certificates (mTLS)", None, vllm_names=("ssl_ca_certs",))
+        NETWORK, PATH, "PEM CA certificates for client certificates; turns mTLS on", None, vllm_names=("ssl_ca_certs",))
     auth_token_path: Path | None = option(
         NETWORK, PATH, "file of accepted bearer tokens, one per line", None)
     grpc_max_message_bytes: int = option(NETWORK, integer(1024), "maximum size of a request message in bytes", 4 << 20)
@@ -273,10 +273,10 @@ class Config:
     cors_allow_origin: tuple[str, ...] = option(
         HTTP, WORDS, "origins whose pages may call the HTTP APIs; * means all", (), shown_default="none")
     allowed_hosts: tuple[str, ...] = option(
-        HTTP, WORDS, "host names that HTTP requests may use in Host; * means all", (),
+        HTTP, WORDS, "host names accepted in the header Host of HTTP requests; * means all", (),
         shown_default="all; localhost if BIND_ADDRESS is loopback and no token is set")
     max_best_of: int = option(HTTP, integer(1), "largest best_of of a TGI request", 2)
-    max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a request", 4)
+    max_stop_sequences: int = option(HTTP, integer(0, 64), "maximum number of stop sequences of a TGI request", 4)
     max_client_batch_size: int = option(HTTP, integer(1), "shown by /info of the TGI API; has no other effect", 4)
     payload_limit: int = option(HTTP, integer(1024), "maximum size of a request body in bytes", 2_000_000)
 

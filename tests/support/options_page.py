@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from tgis.config import OPTIONS
-from tgis.utils.options import Option
+from tgis.utils.options import Option, is_negation
 
 _HEAD = """# Options
 
@@ -11,8 +11,9 @@ Each option is an environment variable and a flag of `tgis serve`: `MAX_BATCH_SI
 `--max-batch-size 32`. A flag overrides a variable. An empty variable counts as unset. If a value is invalid, the server
 prints one line and does not start. `tgis serve MODEL --check` prints every value with its source and exits.
 
-Other names of an option follow the word "also". Names in italics are from vLLM; only `python -m vllm_tgis_adapter`
-accepts them. [speed.md](speed.md#options-that-matter) says which options matter for speed.
+Other names of an option follow the word "also". A name after "opposite" has the opposite value:
+`DISABLE_GRAMMAR_SUPPORT=true` is the same as `STRUCTURED_OUTPUT=false`. Names in italics are from vLLM; only `python -m
+vllm_tgis_adapter` accepts them. [speed.md](speed.md#options-that-matter) says which options matter for speed.
 """
 
 
@@ -28,10 +29,18 @@ def _table(options: list[Option]) -> str:
 
 
 def _row(opt: Option) -> str:
-    others = [f"`{name.upper()}`" for name in opt.aliases] + [f"*`{name.upper()}`*" for name in opt.vllm_names]
-    also = f" (also {', '.join(others)})" if others else ""
     default = "required" if opt.required else opt.shown_default or ""
-    return f"| `{opt.name.upper()}` | {default} | {opt.help_text}{also} |".replace("<", "&lt;")
+    row = f"| `{opt.name.upper()}` | {default} | {opt.help_text}{_other_names(opt)} |"
+    return row.replace("<", "&lt;")
+
+
+def _other_names(opt: Option) -> str:
+    shown = {name: f"`{name.upper()}`" for name in opt.aliases}
+    shown |= {name: f"*`{name.upper()}`*" for name in opt.vllm_names}
+    same = ", ".join(text for name, text in shown.items() if not is_negation(name))
+    opposite = ", ".join(text for name, text in shown.items() if is_negation(name))
+    parts = [f"also {same}"] * bool(same) + [f"opposite: {opposite}"] * bool(opposite)
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class RequestFamilies:
         self.count = add.counter("tgi_request_count", "Generation calls.", _KIND_LABELS)
         self.input_count = add.counter("tgi_request_input_count", "Inputs of generation calls.")
         self.failure = add.counter(
-            "tgi_request_failure", "Failed generation calls; for cancelled and timeout, failed inputs.", _FAILURE_LABELS
+            "tgi_request_failure", "Failed calls; failed inputs if err is cancelled or timeout.", _FAILURE_LABELS
         )
         self.unknown_fields = add.counter("tgi_request_unknown_fields", "Unknown fields in OpenAI API requests.")
         self.success = add.counter("tgi_request_success", "Successful inputs.", _SUCCESS_LABELS)
@@ -220,7 +220,7 @@ class BatchFamilies:
         self.speculation = SpeculationFamilies(add)
         self.admissions = [  # same order in BatcherCounters
             add.counter("tgi_queue_jump", "Requests scheduled before an older request that did not fit."),
-            add.counter("tgi_granular_batch_addition", "Requests that fit because running requests end in time."),
+            add.counter("tgi_granular_batch_addition", "Requests that fit only because others will free memory."),
             add.counter("tgi_prefill_weight_limit_exceeded", "Times a request waited because of prefill size."),
             add.counter("tgi_prefill_padding_limit_exceeded", "Times a request waited because of padding."),
             add.counter("tgi_batch_preemption", "Preempted sequences, which lost their KV blocks."),
