@@ -83,6 +83,7 @@ async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
     assert await process.wait() == -signal.SIGKILL
     assert await process.stdout.read() == b""  # once nobody is left who has the writing end open
     client.kill("again")
+    assert client.death_cause == "a test"
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,9 @@ async def test_dropped_log_lines_of_all_processes_are_counted_once() -> None:
     for total in (0, 3, 3, 10):
         service_metrics.set_log_lines_dropped(total)
         assert value(service_metrics, "tgi_log_lines_dropped_total") == total
-    for message in (Heartbeat(0), Heartbeat(0, 5), Heartbeat(1, 2), Heartbeat(0, 6)):
+    for message in (Heartbeat(0), Heartbeat(0, 5, 1), Heartbeat(1, 2, 50), Heartbeat(0, 6, 7)):
         process.handle(message)
-    assert process.num_dropped_log_lines == 8
+    assert (process.num_dropped_log_lines, process.resident_cache_bytes) == (8, 57)
 
 
 def test_lora_adapters_by_name(service_metrics: ServiceMetrics) -> None:
@@ -268,11 +268,14 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
     client, _ = connected_client()
     adapters = [AdapterRef(name, length, 0, 90, 1) for name, length in (("a", 0), ("a", 0), ("b", 0), ("prompt", 2))]
     requests = [msgspec.structs.replace(request(n), adapter=adapter) for n, adapter in enumerate([*adapters, None])]
-    with client.submit(engine_outputs(requests)):
+    outputs = engine_outputs(requests, time.monotonic() - 500)
+    with client.submit(outputs):
         assert client.lora_adapters() == (set(), {"a", "b"})
-        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], (0.1, 0)))
+        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, {1: (0.1, 4), 3: (0.1, 5), 4: (0.1, 1)})
         client.handle(Step([], [], [], [], stats))
         assert client.lora_adapters() == ({"a"}, {"b"})
+        assert [output.num_cached_tokens for output in outputs] == [0, 4, 0, 3, 1]  # of the input, not of a prompt
+        assert [output.timings.scheduled > output.timings.submitted for output in outputs] == [0, 1, 0, 1, 1]
     assert client.lora_adapters() == (set(), set())
 
 
