@@ -15,6 +15,7 @@ from harness import run_async
 
 from tgis.frontend import engine_process
 from tgis.frontend.engine_process import HEARTBEAT_TIMEOUT, TICK_SECONDS, EngineProcess, EngineWatchdog
+from tgis.ipc.messages import Ready
 
 EPSILON = 1e-6
 
@@ -104,9 +105,9 @@ async def test_an_engine_process_is_asked_to_end_and_killed_if_it_does_not(
     assert await process.start(engine_options(tmp_path)) > 0
     assert process.exit_code is None
     if ready is not False:
-        process.ready.set_result(INFO)
+        process.handle(Ready(INFO, "why"))
     await process.stop(at_once=at_once)
-    assert process.exit_code == code
+    assert (process.exit_code, process.fallback_reason == "why") == (code, ready is not False)
     reason = "the server has stopped" if code else "the engine process ended with exit code 0"
     assert await process.died == reason
     assert process._transport is not None

@@ -105,15 +105,21 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front, chunks = Front(), list[RequestOutput]()
 
     async def read() -> None:
-        async for chunk in front.generator.stream(call("abc", kind=CallKind.STREAM, input_text=True, max_new_tokens=5)):
+        work = call("abc", kind=CallKind.STREAM, n=2, input_text=True, max_new_tokens=5, stop_sequences=["ab"])
+        async for chunk in front.generator.stream(work):
             chunks.append(chunk)
 
-    task, requests = await front.start(read())
-    front.step(requests, A)
-    front.step(requests, B, end=StopReason.MAX_TOKENS)
+    task, (first, second) = await front.start(read())
+    front.step([first], A, B)
+    await asyncio.sleep(0)
+    front.step([first], C)  # on its way when the stop sequence was found
+    front.step([second], B)
+    front.step([second], A, end=StopReason.MAX_TOKENS)
     await task
-    facts = [(chunk.text, chunk.input_token_count, chunk.generated_token_count) for chunk in chunks]
-    assert facts == [("abc", 3, 0), ("ab", 0, 2)]  # in one message, since the reader came late
+    facts = [(chunk.index, chunk.text, chunk.input_token_count, chunk.generated_token_count) for chunk in chunks]
+    assert facts[:2] == [(0, "abc", 3, 0), (1, "abc", 3, 0)]
+    assert facts[2:] == [(0, "ab", 0, 2), (1, "ba", 0, 2)]  # in one message, since the reader came late
+    assert front.discarded == 1
 
 
 TOO_COMPLEX = "the grammar cannot be followed"
@@ -214,7 +220,7 @@ async def test_an_adapter_comes_before_the_input() -> None:
     front.client.handle(Acquired(1, adapter=AdapterRef("p", 3, 0, 1, 9)))
     (request,) = await front.submitted()
     assert (request.tokens, request.adapter and request.adapter.id) == ([0, 0, 0, A, B], "p")
-    assert request.cache_salt == (9).to_bytes(8)
+    assert (request.cache_salt, front.generator.num_queued_tokens) == ((9).to_bytes(8), 5)
     task.cancel()
 
 
@@ -231,6 +237,11 @@ async def test_tokenize() -> None:
     counts = [value(front.generator.metrics, f"tgi_tokenize_request_{name}") for name in names]
     assert counts == [3, 6, 3, 5 + 5 + 4]
     assert value(front.generator.metrics, "tgi_tokenize_request_duration_sum") < 60
+    many = TokenizeCall(["a"] * 10_000, 0, return_tokens=True, return_offsets=False, max_tokens=10_000)
+    assert len(await front.generator.tokenize(many)) == 10_000
+    for refused in (replace(many, max_tokens=9_999), replace(many, texts=["a"] * 10_001)):
+        with pytest.raises(InvalidRequest, match=r"more than 9999 tokens|10001 inputs, at most 10000 allowed"):
+            await front.generator.tokenize(refused)
 
 
 @run_async
