@@ -105,11 +105,12 @@ async def test_answers_to_questions_are_not_progress() -> None:
     """An engine process whose steps hang still reads files, in other threads. More requests are none, either."""
     client, _ = connected_client(metrics := make_metrics())
     details, outputs = [PromptLogprobs(1, 1, part) for part in (b"a", b"b")], engine_outputs([request(1)])
+    failed = Failed([], FailureKind.ERROR, "", prefill=False)
+    steps: list[FromEngine] = [Step([], [], [], [], None), *details, failed]
     client.process.watchdog._last_progress -= 500
     with client.submit(outputs):
         assert client.seconds_stalled() < 500
-        failed = Failed([], FailureKind.ERROR, "", prefill=False)
-        for progress in (Step([], [], [], [], None), *details, failed):
+        for progress in steps:
             client.process.watchdog._last_progress -= 500
             pending = await ask(client)
             client.handle(EMPTY)

@@ -107,7 +107,8 @@ async def test_an_engine_process_is_asked_to_end_and_killed_if_it_does_not(
     if ready is not False:
         process.handle(Ready(INFO, "why"))
     await process.stop(at_once=at_once)
-    assert (process.exit_code, process.fallback_reason == "why") == (code, ready is not False)
+    facts: tuple[object, object] = process.exit_code, process.fallback_reason
+    assert facts == (code, "" if ready is False else "why")
     reason = "the server has stopped" if code else "the engine process ended with exit code 0"
     assert await process.died == reason
     assert process._transport is not None

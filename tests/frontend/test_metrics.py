@@ -128,11 +128,11 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     ],
 )
 def test_why_a_call_fails(metrics: Metrics, error: BaseException, reason: str) -> None:
-    call = GenerateCall(CallKind.BATCH, ["text"], ["text"], Params())
+    call = GenerateCall(CallKind.BATCH, ["text"], ["text"], Params(), n=2)
     with pytest.raises(type(error)), CallRecorder(call, metrics, log_text=False):
         raise error
-    counted = {"tgi_request_count batch": 1, "tgi_request_input_count": 1}
-    assert changed(metrics) == counted | {f"tgi_request_failure {reason}": 1}
+    counted = {"tgi_request_count batch": 1, "tgi_request_input_count": 2}
+    assert changed(metrics) == counted | {f"tgi_request_failure {reason}": 2 if reason == "cancelled" else 1}
 
 
 def test_a_request_that_succeeds(metrics: Metrics) -> None:
