@@ -42,6 +42,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
     fail: dict[int, grpc.StatusCode] = field(default_factory=dict)
     kill_at: int | None = None  # the call that interrupts the process instead of answering
     texts: list[str] = field(default_factory=list)
+    adapters: list[tuple[str, str]] = field(default_factory=list)
     stopping: list[pb.StoppingCriteria] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -75,6 +76,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         self, request: pb.BatchedGenerationRequest, context: grpc.ServicerContext
     ) -> pb.BatchedGenerationResponse:
         (only,) = request.requests
+        self.adapters.append((request.adapter_id, request.prefix_id))
         tokens = self._begin(only.text, request.params, context)
         answer = pb.GenerationResponse(input_token_count=words(only.text), generated_token_count=tokens)
         return pb.BatchedGenerationResponse(responses=[answer])
@@ -216,7 +218,18 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert head == [["concurrency", "1", "4"]]
     found = json.loads(captured.out.splitlines()[-1])
     assert found.keys() == {"settings", "date", "interrupted", "levels"}
+    settings: Any = {
+        "requests": 12,
+        "input_tokens": 20,
+        "output_tokens": 8,
+        "warmup": 5,
+        "stream": True,
+        "timeout": 600.0,
+    }
+    absent = "duration", "prompts", "server_pid", "adapter_id", "prefix_id"
+    settings |= dict.fromkeys(absent) | {"seed": 0, "ignore_eos": True, "target": found["settings"]["target"]}
     levels = found["levels"]
+    assert (found["settings"], "requests" in levels[0]) == (settings, False)
     assert [level["concurrency"] for level in levels] == [1, 4]
     for level in levels:
         assert (level["ok"], level["failed"], level["short"]) == (12, {}, 0)
@@ -293,11 +306,13 @@ def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
 ) -> None:
     (tmp_path / "token").write_text("secret\n")
     fake = FakeServer()
-    options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"))
-    assert bench(fake, *options) == 0
+    options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"), "--no-ignore-eos")
+    assert bench(fake, *options, "--adapter-id", "a", "--prefix-id", "p") == 0
+    assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(128, 0)}
+    assert {*fake.adapters} == {("a", "p")}
     assert [sent["authorization"] for sent in fake.metadata] == ["Bearer secret"] * (3 + 1)  # one to warm up
     captured = capsys.readouterr()
     (level,) = json.loads(captured.out)["levels"]
-    assert (level["ok"], level["output_tokens"], captured.err) == (3, 3 * 128, "")
+    assert (level["concurrency"], level["ok"], level["output_tokens"], captured.err) == (1, 3, 3 * 128, "")
     assert level["ttft_ms"]["p50"] is None
     assert level["latency_ms"]["p50"] > 0

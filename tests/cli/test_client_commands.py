@@ -271,6 +271,8 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     assert __main__.grpc_healthcheck() == 1
     del sys.argv[3:5]  # the default
     assert (__main__.grpc_healthcheck(), served.health.timeout < 1.5) == (1, True)
+    sys.argv += ["--secure"]
+    assert (__main__.grpc_healthcheck(), "has no TLS" in capsys.readouterr().err) == (1, True)
 
 
 @table("options", "clients")

@@ -105,7 +105,8 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front, chunks = Front(), list[RequestOutput]()
 
     async def read() -> None:
-        work = call("abc", kind=CallKind.STREAM, n=2, input_text=True, max_new_tokens=5, stop_sequences=["ab"])
+        work = call("abc", kind=CallKind.STREAM, n=2, input_text=True, max_new_tokens=5, sampling=SAMPLED, seed=5)
+        work.params.stop_sequences = ["ab"]
         async for chunk in front.generator.stream(work):
             chunks.append(chunk)
 
@@ -116,9 +117,9 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front.step([second], B)
     front.step([second], A, end=StopReason.MAX_TOKENS)
     await task
-    facts = [(chunk.index, chunk.text, chunk.input_token_count, chunk.generated_token_count) for chunk in chunks]
-    assert facts[:2] == [(0, "abc", 3, 0), (1, "abc", 3, 0)]
-    assert facts[2:] == [(0, "ab", 0, 2), (1, "ba", 0, 2)]  # in one message, since the reader came late
+    facts = [(chunk.text, chunk.input_token_count, chunk.generated_token_count, chunk.seed) for chunk in chunks]
+    assert facts[:2] == [("abc", 3, 0, 5), ("abc", 3, 0, 6)]
+    assert facts[2:] == [("ab", 0, 2, 5), ("ba", 0, 2, 6)]  # in one message, since the reader came late
     assert front.discarded == 1
 
 
