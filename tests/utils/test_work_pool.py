@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from harness import run_async
 
-from tgis.utils.thread_pool import INLINE_SIZE, WorkPool
+from tgis.utils.thread_pool import INLINE_SIZE, LARGE_SIZE, WorkPool
 
 LARGE = INLINE_SIZE + 1
 
@@ -57,6 +57,7 @@ async def test_small_work_runs_inline(pool: WorkPool) -> None:
     busy = asyncio.create_task(pool.run(LARGE, partial(gate.wait, 20)))
     await asyncio.sleep(0)
     assert await pool.run(INLINE_SIZE, threading.get_ident) == threading.get_ident()
+    assert await pool.run(LARGE_SIZE, threading.get_ident) != threading.get_ident()  # not behind smaller work
     gate.set()
     assert await busy
 
