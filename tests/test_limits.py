@@ -13,7 +13,7 @@ from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
-from tgis.limits import admission, engine_options, request_limits
+from tgis.limits import admission, engine_options, placeholder_id, request_limits
 from tgis.models.files import ModelFiles
 
 
@@ -91,6 +91,12 @@ def test_only_a_model_can_draft(config: dict[str, Any], kind: str, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartError, match=f"^SPECULATOR_NAME: {tmp_path} has {kind} heads, which are not supported"):
         made(tmp_path, SPECULATOR_NAME=str(tmp_path))
+
+
+def test_the_token_of_soft_prompts_is_the_padding_else_an_end() -> None:
+    cases = {(3, (2,)): 3, (0, (2,)): 0, (10, (2,)): 2, (-1, (10, 0)): 0, (None, (10,)): 0, (None, (11, 9)): 9}
+    models = {case: ModelFiles(Path(), {"pad_token_id": case[0]}, {}) for case in cases}
+    assert {case: placeholder_id(model, case[1], 10) for case, model in models.items()} == cases
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
