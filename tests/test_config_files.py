@@ -22,6 +22,7 @@ def test_credentials_are_loaded_only_where_configured(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     certificates, tokens = load_credentials(read(**{f"{name}_PATH": str(tmp_path / name) for name in files}))
     assert certificates is not None
+    assert certificates.expiry.keys() == {"server", "client_ca"}
     assert tokens is not None
     assert tokens.accepts("secret")
 
@@ -64,7 +65,7 @@ def test_prepare_environment_creates_the_cache_directory(
     assert environ == {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/c", **caches, **others}
     (cache / "tmp").rmdir()
     (cache / "tmp").touch()
-    with pytest.raises(StartError, match="^CACHE_DIR: cannot make the directory of temporary files: File exists"):
+    with pytest.raises(StartError, match=r"^CACHE_DIR: cannot make the directory of temporary files: File exists"):
         prepare_environment(read(CACHE_DIR="a/b"))
 
 

@@ -8,7 +8,7 @@ import pytest
 from harness import run_async
 from scraped_metrics import make_metrics, value
 
-from tgis.errors import InvalidRequest, Overloaded, RequestError
+from tgis.errors import GrammarError, InvalidRequest, Overloaded, RequestError
 from tgis.frontend.lookups import Lookups
 from tgis.ipc.lookups import Acquired, AdapterProblem, AdapterRef, GrammarKind, GrammarSpec
 from tgis.structured_output.lark import to_lark
@@ -94,6 +94,11 @@ async def test_a_grammar_that_cannot_be_used(reason: str | None, answer: Any, ex
         await engine.lookups.grammar(SCHEMA, resources)
     assert (str(caught.value), vars(caught.value)) == (str(expected), vars(expected))
     assert engine.open == []
+
+
+def test_the_middle_of_a_long_reason_is_left_out() -> None:
+    reasons = {"x" * 200: "x" * 200, "a" * 140 + "x" * 6 + "b" * 55: "a" * 140 + " ... " + "b" * 55}
+    assert {reason: str(GrammarError(reason)) for reason in reasons} == reasons
 
 
 @run_async
