@@ -1,5 +1,6 @@
 """Finding models, and reading their configuration."""
 
+import errno
 import json
 import struct
 import sys
@@ -12,7 +13,7 @@ import safetensors.numpy
 from model_directories import write_model
 from tables import table
 
-from tgis.errors import StartError
+from tgis.errors import GrammarError, OptionError, StartError, file_errors, library_errors
 from tgis.models import files, staging
 from tgis.models.convert.weights import ensure_weights
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
@@ -156,6 +157,26 @@ def test_is_encoder_decoder() -> None:
 @table("models", "eos_token_ids")
 def test_eos_ids(row: dict[str, Any], tmp_path: Path) -> None:
     assert eos_token_ids(ModelFiles(tmp_path, row["config"], row["generation"])) == tuple(row["expected"])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("a\n b"), StartError, "x /f: a b"),
+        (KeyError("k"), OptionError, "x /f: KeyError: 'k'"),
+        (ImportError("no module"), StartError, "x /f: no module"),
+        (ValueError("y" * 300), StartError, "x /f: " + "y" * 200),
+        (GrammarError("of ours"), GrammarError, "of ours"),
+        (OSError("odd"), OptionError, "x /f: odd"),
+        (OSError(errno.EIO, "broken", "/f"), StartError, "x /f: broken"),
+        (OSError(errno.EIO, "broken", "/g"), StartError, "x /f: broken (/g)"),
+    ],
+)
+def test_errors_of_others_are_one_line(error: Exception, kind: type[Exception], text: str) -> None:
+    named: Any = kind if issubclass(kind, StartError) else StartError
+    with pytest.raises(kind) as caught, (file_errors if isinstance(error, OSError) else library_errors)("x /f", named):
+        raise error
+    assert (type(caught.value), str(caught.value)) == (kind, text)
 
 
 @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]]])
