@@ -36,7 +36,7 @@ def test_an_unexpected_error_is_in_both_logs(
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
     limit.assert_called_once_with()
-    monkeypatch.setenv("JSON_OUTPUT", "true")
+    monkeypatch.setenv("JSON_OUTPUT", " 1 ")
     assert serve.main(["--port", "70000"], "tgis serve") == 2
     logs._streams[0].stop()
     line = json.loads(capfd.readouterr().out)

@@ -3,9 +3,11 @@
 import math
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tgis import defaults
 from tgis.config import parse
 from tgis.utils.cpus import cpu_quota, share_of_nodes, usable_cores, usable_cpus
 
@@ -70,6 +72,7 @@ def test_a_core_is_counted_once_and_within_the_quota(
         ({}, usable_cores()),
         ({"OMP_NUM_THREADS": "5,2"}, 5),  # of nested parallel regions
         ({"OMP_NUM_THREADS": "many"}, usable_cores()),
+        ({"OMP_NUM_THREADS": "0"}, usable_cores()),
         ({"OMP_NUM_THREADS": "3", "NUM_THREADS": "7"}, 7),
     ],
 )
@@ -78,6 +81,12 @@ def test_the_threads_of_the_engine(environ: dict[str, str], threads: int, monkey
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     assert parse(["--model-name", "m"], environ, "tgis serve").num_threads == threads
+
+
+def test_the_texts_tokenized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpus, workers in ((1, 2), (2, 2), (4, 3), (9, 8), (64, 8)):
+        monkeypatch.setattr(defaults, "usable_cpus", mock.Mock(return_value=cpus))
+        assert defaults.tokenization_workers() == workers
 
 
 def machine(root: Path, nodes: dict[int, str], siblings: dict[str, range] | None = None) -> Path:
