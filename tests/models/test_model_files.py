@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_no_config(tmp_path: Path, hub: Path) -> None:
 
 BROKEN = {
     "is not valid JSON": [b"", b"\xff\xfe\xfd", b'{"a":' * 100_000],
-    "does not hold a JSON object": [b"[1]"],
+    "does not hold a JSON object": [b"[1]", b"3"],
     "has more than 600000 bytes": [b"{" + b" " * 600_000],
 }
 
@@ -194,11 +195,41 @@ def test_eos_ids_of_the_wrong_type(tmp_path: Path, value: object) -> None:
         ("raise ValueError('first\\nlast\\n\\n')", "last"),
         ("raise SystemExit(3)", "exit code 3"),
         ("import os; os.abort()", "killed by SIGABRT"),
+        ("import os; os.write(2, b'\\xff'); os._exit(3)", "\ufffd"),
         ("raise SystemExit('x' * 10000)", "x" * staging.MAX_REASON_LENGTH),
     ],
 )
 def test_the_reason_of_a_child_is_one_line(code: str, reason: str | None) -> None:
     assert staging.run_child([sys.executable, "-c", code], 60) == reason
+
+
+def test_what_identifies_files(tmp_path: Path) -> None:
+    keys = set[str]()
+    for folder, content, time, other in (
+        *[("a", "x", 1, ""), ("b", "x", 1, ""), ("b", "xx", 1, ""), ("b", "xx", 2, ""), ("b", "xx", 2, "v2")],
+    ):
+        (file := tmp_path / folder / "file").parent.mkdir(exist_ok=True)
+        file.write_text(content)
+        os.utime(file, ns=(time, time))
+        (second := tmp_path / folder / "second").touch()
+        keys.add(staging.files_key([file, second], other))
+        assert staging.files_key([second, file], other) in keys
+    assert len(keys) == 5
+
+
+def test_the_config_files_of_a_model_replace_others(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "made"
+    (source / "folder.json").mkdir(parents=True)
+    made.mkdir()
+    for name in ("config.json", "tokenizer.model", "chat.jinja", "model.safetensors.index.json", "model.bin"):
+        (source / name).write_text("old")
+    for name in ("config.json", "model.safetensors", "extra.txt"):
+        (made / name).write_text("new")
+        (made / name).chmod(0o600)
+    staging.replace_config_files(source, made, ("config.json", "*.safetensors*"))
+    found = {path.name: (path.read_text(), path.stat().st_mode & 0o777) for path in made.iterdir()}
+    kept, added = ("config.json", "model.safetensors"), ("tokenizer.model", "chat.jinja")
+    assert found == dict.fromkeys(kept, ("new", 0o644)) | dict.fromkeys(added, ("old", 0o644))
 
 
 def test_a_child_that_does_not_end_is_killed() -> None:
