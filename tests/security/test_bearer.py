@@ -146,4 +146,5 @@ def test_tokens_and_certificates_make_identities() -> None:
     assert len(set(found)) == len(callers)
     assert b"" not in found
     assert found[-1] == caller_identity(Context("", b"what only OpenSSL can read\n"), bearer_auth=True)
+    callers[2].certificate = make_pair().cert  # renewed, with the same names
     assert found == [caller_identity(caller, bearer_auth=True) for caller in callers]
