@@ -316,3 +316,5 @@ def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
     assert (level["concurrency"], level["ok"], level["output_tokens"], captured.err) == (1, 3, 3 * 128, "")
     assert level["ttft_ms"]["p50"] is None
     assert level["latency_ms"]["p50"] > 0
+    assert bench(FakeServer(), "--duration", "0.01", "--unary") == 0
+    assert last_line(capsys)["settings"]["duration"] == 0.01

@@ -69,7 +69,8 @@ def test_all_answers_are_equal(server: LocalServer, records: list[dict[str, Any]
 
 def test_of_an_answer_that_was_cut_short_the_beginning_counts(records: list[dict[str, Any]], verify: Verify) -> None:
     cut = records[0] | {"output_ids": records[0]["output_ids"][:3], "text": "he", "stop_reason": "CANCELLED"}
-    assert verify([cut])[0] == 0
+    longer = cut["parameters"] | {"sampling": cut["parameters"]["sampling"] | {"min_new_tokens": 5}}
+    assert verify([cut, cut | {"parameters": longer}])[0] == 0
     assert verify([cut | {"text": "hx"}])[0] == 1
 
 
@@ -85,6 +86,8 @@ def test_of_an_answer_that_was_cut_short_the_beginning_counts(records: list[dict
         (0, lambda record: record.update(adapter="x"), "Refused: "),
         (0, lambda record: record["parameters"]["sampling"].update(top_k=-1), "Refused: "),
         (0, lambda record: record.pop("parameters"), "KeyError: 'parameters'"),
+        (0, lambda record: record.update(parameters=3), "TypeError: "),
+        (0, lambda record: record.update(adapter_digest="5"), "adapter_digest at 0: recorded '5', now ''"),
         (1, lambda record: record["logprobs"][1].__setitem__(0, -0.25), "logprobs at 1: recorded [[-0.25, "),
         (6, lambda record: record["parameters"].pop("stop_sequences"), "output_ids at "),
     ],
