@@ -161,7 +161,7 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
         assert queue() == (1, [3])
         client.handle(step_of({0: [7], 1: [7]}, back=1))
         assert queue() == (2, [3])
-    client.handle(step_of({0: [7], 1: [7]}, back=1))  # in flight
+    client.handle(step_of({0: [7], 1: [7]}, back=1))  # the step was in flight
     assert queue() == (0, [])
 
 

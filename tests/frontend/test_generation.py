@@ -88,7 +88,7 @@ async def test_every_output_of_every_input_is_a_request() -> None:
             request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", answer_deadline=9.0, client=b"me"
         )
     front.step(requests, A, B)
-    front.step(requests[:3], C)  # which ends them here
+    front.step(requests[:3], C)  # the stop sequence is complete
     front.step(requests[3:], C, end=StopReason.MAX_TOKENS)
     outputs: list[RequestOutput] = await task
     facts = [(output.index, output.text, output.input_token_count, output.seed) for output in outputs]

@@ -225,7 +225,7 @@ async def test_what_holds_the_event_loop_is_in_the_metrics(service_metrics: Serv
 
 
 def test_the_service_is_in_one_state(service_metrics: ServiceMetrics) -> None:
-    for number, state in enumerate(ServiceState):  # in the first without being told
+    for number, state in enumerate(ServiceState):  # a service begins in the first state
         if number:
             service_metrics.set_state(state)
         series = samples(service_metrics)["tgi_state"].items()
@@ -280,7 +280,7 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
         stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, {1: (0.1, 4), 3: (0.1, 5), 4: (0.1, 1)})
         client.handle(Step([], [], [], [], stats))
         assert client.lora_adapters() == ({"a"}, {"b"})
-        assert [output.num_cached_tokens for output in outputs] == [0, 4, 0, 3, 1]  # of the input, not of a prompt
+        assert [output.num_cached_tokens for output in outputs] == [0, 4, 0, 3, 1]  # soft prompts do not count
         assert [output.timings.scheduled > output.timings.submitted for output in outputs] == [0, 1, 0, 1, 1]
     assert client.lora_adapters() == (set(), set())
 
