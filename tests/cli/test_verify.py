@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 from chat_templates import LAST_MESSAGE
 from local_server import LocalServer, local_server
+from tables import read_table
 
 from tgis import __main__
 
-CHAT = {"messages": [{"role": "user", "content": "abc "}], "max_tokens": 9}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab", 17]}}}
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "hello", "max_tokens": 7}),
-    ("/v1/completions", {"prompt": ["ab", "cd"], "n": 2, "temperature": 0.5, "logprobs": 2, "seed": -3}),
-    ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.01, "bad_words": ["x"], "top_k": 3}),
-    ("/v1/chat/completions", CHAT | {"stop": ["c a", "zzz"], "logit_bias": {"7": -5}, "frequency_penalty": -1}),
-    ("/v1/chat/completions", CHAT | {"stream": True, "stop": "c a", "include_stop_str_in_output": True}),
-    ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
-    ("/v1/chat/completions", CHAT | {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}),
-    ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 5, "top_n_tokens": 2, "details": True, "seed": 4}}),
-    ("/generate", {"inputs": "long", "parameters": {"typical_p": 0.5, "stop": ["g"], "truncate": 2}}),
-    ("/v1/completions", {"prompt": "a line\u2028break", "max_tokens": 12}),
-]
+REQUESTS = read_table("records", "recorded")
 NUM_RECORDS = len(REQUESTS) + 3
 Verify = Callable[..., tuple[int, list[str]]]
 
@@ -40,8 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def records(server: LocalServer) -> list[dict[str, Any]]:
-    for path, body in REQUESTS:
-        assert server.post(path, body)[0] == 200
+    for request in REQUESTS:
+        assert server.post(request["path"], request["body"])[0] == 200
     file = server.log.parent / "records"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     return [*map(json.loads, file.read_bytes().splitlines())]
