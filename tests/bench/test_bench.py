@@ -197,10 +197,10 @@ def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
         assert [*itertools.islice(workload.file_prompts(path), 3)] == expected
 
 
-@pytest.mark.parametrize("content", ["", "\n \n", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
+@pytest.mark.parametrize("content", ["", "\n \n", "\udcff", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
 def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(OptionError, match=r"bad\.jsonl"):
         workload.file_prompts(path)
 
@@ -272,6 +272,7 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
     assert [due - dues[0] for due in dues] == pytest.approx(expected, abs=1e-5)
+    assert [*itertools.islice(OpenLoop(100.0, 5).arrivals(), 10)] != expected
 
 
 def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,7 @@ def test_every_option_is_shown_with_what_set_it(check: Check, tmp_path: Path, mo
     assert rows["MAX_SEQUENCE_LENGTH"] == ["from", "the", "model"]
     assert rows["CORS_ALLOW_ORIGIN"] == ["none"]
     assert out[-1].startswith("tgis can start with these options.")
+    assert (tmp_path / "cache" / "tmp").is_dir()
 
 
 def test_warnings_of_a_start_are_shown(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
