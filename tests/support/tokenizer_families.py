@@ -30,9 +30,9 @@ from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
 
 Families = Callable[[str], tuple[Tokenizer, OurTokenizer]]
 
-_TABLE = yaml.safe_load((REPOSITORY / "tests/golden/tokenizers.yaml").read_text())
-REAL: dict[str, tuple[str, str, str]] = _TABLE["real"]
-SAMPLES: list[str] = _TABLE["samples"]
+TABLE = yaml.safe_load((REPOSITORY / "tests/golden/tokenizers.yaml").read_text())
+REAL: dict[str, tuple[str, str, str]] = TABLE["real"]
+SAMPLES: list[str] = TABLE["samples"]
 CORPUS = [sample for sample in SAMPLES if sample.strip()] * 3
 
 
