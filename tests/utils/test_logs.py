@@ -131,6 +131,8 @@ def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str
     logs.stop()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
     assert not any(stream._thread.is_alive() for stream in logs._streams)
+    logs._streams[0].num_dropped, logs._streams[1].num_dropped = 2, 3
+    assert logs.num_dropped_lines() == 5
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:

@@ -62,11 +62,12 @@ async def test_small_work_runs_inline(pool: WorkPool) -> None:
     assert await busy
 
 
+@pytest.mark.parametrize("size", [LARGE, LARGE_SIZE])
 @run_async
-async def test_closing_drops_queued_jobs_and_waits_for_none(pool: WorkPool) -> None:
+async def test_closing_drops_queued_jobs_and_waits_for_none(pool: WorkPool, size: int) -> None:
     gate, started = threading.Event(), threading.Barrier(2)
-    running = asyncio.create_task(pool.run(LARGE, lambda: (started.wait(10), gate.wait())))
-    queued = asyncio.create_task(pool.run(LARGE, partial(gate.wait, 20)))
+    running = asyncio.create_task(pool.run(size, lambda: (started.wait(10), gate.wait())))
+    queued = asyncio.create_task(pool.run(size, partial(gate.wait, 20)))
     await asyncio.sleep(0)
     started.wait(10)
     pool.close()
