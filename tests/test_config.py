@@ -12,7 +12,7 @@ import pytest
 from config_parsing import read, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import table
+from tables import read_table, table
 
 from tgis import config
 from tgis.config import Config, parse
@@ -137,6 +137,12 @@ def test_what_is_wrong_is_said_in_one_line(row: dict[str, str]) -> None:
     message = refusal(*argv, **variables)
     assert message.startswith(row["said"])
     assert len(message) < 300
+
+
+def test_every_bound() -> None:
+    bounds = read_table("options", "bounds")
+    said = refusal(**dict(line.split("=") for line in bounds)).split("; ")
+    assert {*said} == {line.replace("=", "='") + f"' must be {bound}" for line, bound in bounds.items()}
 
 
 @table("options", "speculative")

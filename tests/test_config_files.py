@@ -22,6 +22,7 @@ def test_credentials_are_loaded_only_where_configured(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     certificates, tokens = load_credentials(read(**{f"{name}_PATH": str(tmp_path / name) for name in files}))
     assert certificates is not None
+    assert certificates.expiry.keys() == {"server", "client_ca"}
     assert tokens is not None
     assert tokens.accepts("secret")
 
@@ -47,13 +48,25 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return replaced
 
 
-def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_prepare_environment_creates_the_cache_directory(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "a" / "b"
-    prepare_environment(read(CACHE_DIR=str(cache), HF_HUB_CACHE="/c"))
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert (environ["HF_HUB_OFFLINE"], environ["HF_HUB_CACHE"]) == ("1", "/c")
-    assert Path(environ["TRITON_CACHE_DIR"]).parent == Path(environ["TORCHINDUCTOR_CACHE_DIR"]).parent == cache
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.chdir(tmp_path)
+    prepare_environment(read(CACHE_DIR="a/b", HF_HUB_CACHE="/c"))
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, cache / "tmp")] == [0o700] * 2
+    caches = {
+        "TMPDIR": f"{cache}/tmp",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+    }
+    others = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **LIBRARY_ENVIRONMENT}
+    environ.pop("PYTEST_CURRENT_TEST")
+    assert environ == {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/c", **caches, **others}
+    (cache / "tmp").rmdir()
+    (cache / "tmp").touch()
+    with pytest.raises(StartError, match=r"^CACHE_DIR: cannot make the directory of temporary files: File exists"):
+        prepare_environment(read(CACHE_DIR="a/b"))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +74,7 @@ def test_prepare_environment_creates_the_cache_directory(tmp_path: Path, environ
     [
         ("PYTORCH_CUDA_ALLOC_CONF", " ", None),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", "backend:native"),
-        *((name, "7", "7") for name in LIBRARY_ENVIRONMENT),
+        *((name, "7", "7") for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", *LIBRARY_ENVIRONMENT)),
     ],
 )
 def test_prepare_environment_keeps_what_is_set(

@@ -13,7 +13,7 @@ from tgis.errors import OptionError, StartError
 from tgis.frontend.validation import RequestLimits
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions
-from tgis.limits import admission, engine_options, request_limits
+from tgis.limits import admission, engine_options, placeholder_id, request_limits
 from tgis.models.files import ModelFiles
 
 
@@ -37,10 +37,11 @@ def model(tmp_path: Any, length: int = 200) -> ModelFiles:
 
 
 @table("options", "limits")
-def test_options_become_limits_of_requests(row: dict[str, Any], tmp_path: Any) -> None:
+def test_options_become_limits_of_requests(row: dict[str, Any], tmp_path: Any, caplog: Any) -> None:
     given = dict(word.split("=") for word in row["line"].split())
     limits = request_limits(read(**given), model(tmp_path))
     assert {name: getattr(limits, name) for name in row["expected"]} == row["expected"]
+    assert caplog.messages == row.get("warned", [])
 
 
 def test_inputs_must_be_shorter_than_sequences(tmp_path: Any) -> None:
@@ -55,15 +56,21 @@ def made(tmp_path: Any, **options: str) -> EngineOptions:
 
 
 def test_options_reach_the_engine(tmp_path: Any) -> None:
-    options = {"KV_CACHE_SIZE_MB": "3", "NUM_SHARD": "2", "MAX_BATCH_SIZE": "7", "QUANTIZE": "int8"}
+    options = {"KV_CACHE_SIZE_MB": "3", "NUM_SHARD": "4", "MAX_BATCH_SIZE": "7", "QUANTIZE": "int8"}
+    options |= {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "CLUSTER_SECRET_PATH": "/s"}
     options |= {"MAX_BATCH_PREFILL_TOKENS": "99", "CUDA_PROCESS_MEMORY_FRACTION": "0.5", "PT2_COMPILE": "true"}
-    expected: dict[str, Any] = {"kv_cache_bytes": 3 << 20, "num_shards": 2, "max_batch_size": 7, "quantize": "int8"}
-    expected |= {"max_prefill_tokens": 99, "cuda_memory_fraction": 0.5, "compile": True, "strict": False, "rank": 0}
+    expected: dict[str, Any] = {"kv_cache_bytes": 3 << 20, "num_shards": 4, "max_batch_size": 7, "quantize": "int8"}
+    expected |= {"max_prefill_tokens": 99, "cuda_memory_fraction": 0.5, "compile": True, "strict": True, "rank": 2}
     expected |= {"model_path": str(tmp_path), "eos_ids": (2,), "config_eos_ids": (3,), "max_sequence_length": 200}
-    expected |= {"dtype": "bfloat16", "adapter_store": AdapterStoreOptions("/a", 1, 2), "cache_dir": "/c"}
-    engine = made(tmp_path, DTYPE="bfloat16", **options)
+    expected |= {
+        "cluster_secret_path": "/s",
+        "dtype": "bfloat16",
+        "adapter_store": AdapterStoreOptions("/a", 1, 2),
+        "cache_dir": "/c",
+    }
+    engine = made(tmp_path, DTYPE="bfloat16", STRICT_OPTIONS="true", **options)
     assert {name: getattr(engine, name) for name in expected} == expected
-    assert made(tmp_path, DTYPE="auto").dtype is None
+    assert (made(tmp_path, DTYPE="auto").dtype, made(tmp_path).strict) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +79,24 @@ def test_options_reach_the_engine(tmp_path: Any) -> None:
         ({"model_type": "eagle"}, "eagle"),
         ({"architectures": ["LlamaEagle3"]}, "Eagle"),
         ({"medusa_heads": 2}, "medusa"),
+        ({"model_type": "deepseek_mtp"}, "mtp"),
     ],
 )
 def test_only_a_model_can_draft(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert made(tmp_path, SPECULATOR_NAME=str(tmp_path)).speculator_path == str(tmp_path)
-    with pytest.raises(StartError, match=r"^SPECULATOR_NAME: model 'org/none' not found"):
-        made(tmp_path, SPECULATOR_NAME="org/none", HF_HUB_CACHE=str(tmp_path))
+    assert made(tmp_path, SPECULATOR_NAME=str(tmp_path), SPECULATION="off").speculator_path is None
+    with pytest.raises(StartError, match=r"^SPECULATOR_NAME: model 'org/none' not found: .* no revision 'v2' of it"):
+        made(tmp_path, SPECULATOR_NAME="org/none", SPECULATOR_REVISION="v2", HF_HUB_CACHE=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartError, match=f"^SPECULATOR_NAME: {tmp_path} has {kind} heads, which are not supported"):
         made(tmp_path, SPECULATOR_NAME=str(tmp_path))
+
+
+def test_the_token_of_soft_prompts_is_the_padding_else_an_end() -> None:
+    cases = {(3, (2,)): 3, (0, (2,)): 0, (10, (2,)): 2, (-1, (10, 0)): 0, (None, (10,)): 0, (None, (11, 9)): 9}
+    models = {case: ModelFiles(Path(), {"pad_token_id": case[0]}, {}) for case in cases}
+    assert {case: placeholder_id(model, case[1], 10) for case, model in models.items()} == cases
 
 
 def options(store: Path | None, length: int, **environ: str) -> AdapterStoreOptions | None:
@@ -101,16 +116,18 @@ def test_soft_prompts_take_up_to_half_of_a_sequence_by_default(tmp_path: Path) -
         options(tmp_path, 101, MAX_PROMPT_PREFIX_LENGTH="101")
 
 
-def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path) -> None:
+def test_lora_modules_are_directories_or_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "0123456789" * 4
     refs, cached = (tmp_path / "models--org--sql" / name for name in ("refs", f"snapshots/{commit}"))
     refs.mkdir(parents=True)
     (refs / "main").write_text(commit)
-    for directory in (cached, tmp_path / "here"):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for directory in (cached, tmp_path / "here@v1"):
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")
-    store = options(None, 101, LORA_MODULES=f"a={tmp_path}/here b=org/sql", HF_HUB_CACHE=str(tmp_path))
-    modules = {"a": str(tmp_path / "here"), "b": str(cached)}
+    store = options(None, 101, LORA_MODULES="a=here@v1 b=org/sql c=~/here@v1", HF_HUB_CACHE=str(tmp_path))
+    modules = {"a": str(tmp_path / "here@v1"), "b": str(cached), "c": str(tmp_path / "here@v1")}
     assert store == AdapterStoreOptions(None, 512 << 20, 51, modules)
     store = options(None, 101, LORA_ADAPTERS="org/sql@main", HF_HUB_CACHE=str(tmp_path))
     assert store == AdapterStoreOptions(None, 512 << 20, 51, {"org/sql": str(cached)})

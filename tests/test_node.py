@@ -73,7 +73,7 @@ TERM, DRAIN = (signal.SIGTERM, SHUTTING_DOWN), (signal.SIGHUP, SHUTTING_DOWN)
         ([((2, "ready"), LOADING)], [(3, "ready"), signal.SIGTERM], (60, 60), [], 0),
         ([((2, "ready"), LOADING)], [(3, 1)], (60, 60), [], "rank 3: it ended"),
         (READY, [signal.SIGTERM], (0.01, 0), [SERVING, WAITING], 0),
-        (READY, [(2, 1)], (60, 60), [SERVING], "rank 2: it ended"),
+        (READY, [(2, 1), (3, 1)], (60, 60), [SERVING], "rank 2: it ended"),
         ([*READY, ((2, 0), SHUTTING_DOWN)], [(3, 0)], (60, 60), [SERVING], 0),
         ([*READY, ((2, 0), SHUTTING_DOWN)], [(3, -9)], (60, 60), [SERVING], "rank 3: it ended"),
         ([*READY, *SILENT, TERM], [(2, 0), (3, 0)], (0.01, 60), [SERVING, WAITING], 0),
@@ -89,7 +89,7 @@ async def test_a_node_serves_until_node_0_ends(case: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(node_module, "_EXIT_SECONDS", exit_seconds)
     caplog.set_level("INFO", "tgis.node")
     ranks.clear()
-    options = engine_options(Path("m"), num_threads=3, num_shards=4, nnodes=2, rank=2, node_rank=1)
+    options = engine_options(Path("m"), num_threads=3 if logged else 1, num_shards=4, nnodes=2, rank=2, node_rank=1)
     ports: dict[str, Any] = {"bind_address": "127.0.0.1", "port": 0}
     config = Config(model_name="m", nnodes=2, node_rank=1, shutdown_grace_seconds=grace, **ports)
     serving = asyncio.create_task(serve_node(config, options))

@@ -18,6 +18,8 @@ from config_parsing import read
 from harness import run_async, wait_until
 from local_server import local_server
 from msgspec.structs import replace as replace_fields
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from demo.fake_model import make_fake_model
 from tgis import server as server_module
@@ -173,8 +175,17 @@ def test_a_process_serves_as_a_server_or_as_a_node(node_rank: int, monkeypatch: 
 
 def test_a_tokenizer_must_be_found(preparation: Preparation, tmp_path: Path) -> None:
     options = {"MODEL_NAME": str(preparation.model.path), "DEPLOYMENT_FRAMEWORK": "fake", "CACHE_DIR": str(tmp_path)}
+    options |= {"HF_HUB_CACHE": str(tmp_path), "ADD_SPECIAL_TOKENS": "false", "OUTPUT_SPECIAL_TOKENS": "true"}
+    backend = Tokenizer.from_file(str(preparation.model.path / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing("</s> $A", special_tokens=[("</s>", 256)])
+    (tokens := tmp_path / "tokens").mkdir()
+    backend.save(str(tokens / "tokenizer.json"))
+    made = prepare(read(**options, TOKENIZER_NAME=str(tokens)))
+    assert (made.template_path, made.model.path) == (tokens, preparation.model.path)
+    assert made.tokenizer.bos_token_id is None
+    assert made.token_decoder().hidden_eos_ids == {*made.eos_ids}
     with pytest.raises(StartError, match=rf"^TOKENIZER_NAME: .* in the cache {tmp_path} "):
-        prepare(read(**options, TOKENIZER_NAME="org/none", HF_HUB_CACHE=str(tmp_path), LOG_REQUESTS="false"))
+        prepare(read(**options, TOKENIZER_NAME="org/none", LOG_REQUESTS="false"))
     assert logging.getLogger(request_log.__name__).level == logging.WARNING
     logging.getLogger(request_log.__name__).setLevel(logging.NOTSET)
 

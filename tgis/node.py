@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from tgis.api.http.app import HttpServer
-from tgis.api.http.probes import Probes
+from tgis.api.http.probes import Health
 from tgis.config import Config
 from tgis.errors import LOADING, SHUTTING_DOWN, StartError
 from tgis.frontend.engine_process import TICK_SECONDS, EngineProcess, wait_first
@@ -40,8 +40,8 @@ class Node:
     async def serve(self) -> int:
         started = time.monotonic()
         stop, second_signal = stop_signals.futures()
-        probes = Probes(lambda: self._unhealthy_reason, _no_metrics)
-        http = HttpServer(self._config, self._config.port, probes.health_routes(), admission(self._config))
+        health = Health(lambda: self._unhealthy_reason)
+        http = HttpServer(self._config, self._config.port, health.health_routes(), admission(self._config))
         try:
             port = await http.start()
             log.info("node %d of %d, probes on port %d", self._config.node_rank, self._config.nnodes, port)
@@ -85,7 +85,3 @@ class Node:
     def _failures(self) -> list[str]:
         ended = [(number, rank) for number, rank in self._ranks.items() if rank.died.done()]
         return [f"rank {number}: {rank.died.result()}" for number, rank in ended if rank.exit_code != 0]
-
-
-async def _no_metrics() -> bytes:
-    return b""

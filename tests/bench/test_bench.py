@@ -42,6 +42,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
     fail: dict[int, grpc.StatusCode] = field(default_factory=dict)
     kill_at: int | None = None  # the call that interrupts the process instead of answering
     texts: list[str] = field(default_factory=list)
+    adapters: list[tuple[str, str]] = field(default_factory=list)
     stopping: list[pb.StoppingCriteria] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -75,6 +76,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         self, request: pb.BatchedGenerationRequest, context: grpc.ServicerContext
     ) -> pb.BatchedGenerationResponse:
         (only,) = request.requests
+        self.adapters.append((request.adapter_id, request.prefix_id))
         tokens = self._begin(only.text, request.params, context)
         answer = pb.GenerationResponse(input_token_count=words(only.text), generated_token_count=tokens)
         return pb.BatchedGenerationResponse(responses=[answer])
@@ -144,7 +146,7 @@ def test_times_of_a_stream() -> None:
 NOTES = """interrupted: requests that were under way are not counted
 the server does not count tokens: input lengths are in words
 concurrency 1: 1 failed with INTERNAL, the first: it broke
-concurrency 1: the load generator used 90% of a core, doubt its times"""
+concurrency 1: the load generator used 81% of a core, doubt its times"""
 
 
 def test_a_report_for_people() -> None:
@@ -152,7 +154,7 @@ def test_a_report_for_people() -> None:
     records[0].succeed(11.0)
     records[1].fail(10.0, "INTERNAL", "it\n broke")
     settings = BenchSettings(target="t")
-    result = LevelResult(ClosedLoop(1), settings, records, cpu_seconds=1.8)
+    result = LevelResult(ClosedLoop(1), settings, records, cpu_seconds=1.62)
     report = Report(settings, calibrated=False, interrupted=True, results=[result])
     title, _, *rows = format_table(report).splitlines()
     assert (title, rows[0], rows[2]) == ("t, streamed", f"concurrency{'1':>17}", f"failed INTERNAL{'1':>13}")
@@ -195,10 +197,10 @@ def test_prompts_of_a_file_are_repeated(tmp_path: Path) -> None:
         assert [*itertools.islice(workload.file_prompts(path), 3)] == expected
 
 
-@pytest.mark.parametrize("content", ["", "\n \n", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
+@pytest.mark.parametrize("content", ["", "\n \n", "\udcff", "[1]", '{"text": 1}', '{"text"', '{"prompt": "a"}'])
 def test_bad_prompt_files_are_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(content, encoding="utf-8")
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(OptionError, match=r"bad\.jsonl"):
         workload.file_prompts(path)
 
@@ -216,7 +218,18 @@ def test_streams_are_counted_exactly_without_the_warmup(capsys: pytest.CaptureFi
     assert head == [["concurrency", "1", "4"]]
     found = json.loads(captured.out.splitlines()[-1])
     assert found.keys() == {"settings", "date", "interrupted", "levels"}
+    settings: Any = {
+        "requests": 12,
+        "input_tokens": 20,
+        "output_tokens": 8,
+        "warmup": 5,
+        "stream": True,
+        "timeout": 600.0,
+    }
+    absent = "duration", "prompts", "server_pid", "adapter_id", "prefix_id"
+    settings |= dict.fromkeys(absent) | {"seed": 0, "ignore_eos": True, "target": found["settings"]["target"]}
     levels = found["levels"]
+    assert (found["settings"], "requests" in levels[0]) == (settings, False)
     assert [level["concurrency"] for level in levels] == [1, 4]
     for level in levels:
         assert (level["ok"], level["failed"], level["short"]) == (12, {}, 0)
@@ -253,12 +266,14 @@ def test_open_loop_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert len({sent["peer"] for sent in fake.metadata}) == 8  # connections
     (level,) = last_line(capsys)["levels"]
     assert (level["rate"], level["ok"]) == (100, 10)
-    assert level["server_cpu_us_per_token"] > 0
+    seconds = level["client_cpu"] * level["duration_s"]  # it measures this process
+    assert level["server_cpu_us_per_token"] * level["output_tokens"] / 1e6 == pytest.approx(seconds, rel=0.2)
     assert 0 <= level["send_delay_ms"]["p50"] < level["latency_ms"]["p99"]
     (raw,) = json.loads(path.read_text())["levels"]
     dues = [record["scheduled_at"] for record in raw["requests"]]
     expected = list(itertools.islice(OpenLoop(100.0, 4).arrivals(), 10))
     assert [due - dues[0] for due in dues] == pytest.approx(expected, abs=1e-5)
+    assert [*itertools.islice(OpenLoop(100.0, 5).arrivals(), 10)] != expected
 
 
 def test_an_interrupted_run_prints_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,11 +308,15 @@ def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
 ) -> None:
     (tmp_path / "token").write_text("secret\n")
     fake = FakeServer()
-    options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"))
-    assert bench(fake, *options) == 0
+    options = ("--requests", "3", "--unary", "--quiet", "--token-file", str(tmp_path / "token"), "--no-ignore-eos")
+    assert bench(fake, *options, "--adapter-id", "a", "--prefix-id", "p") == 0
+    assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(128, 0)}
+    assert {*fake.adapters} == {("a", "p")}
     assert [sent["authorization"] for sent in fake.metadata] == ["Bearer secret"] * (3 + 1)  # one to warm up
     captured = capsys.readouterr()
     (level,) = json.loads(captured.out)["levels"]
-    assert (level["ok"], level["output_tokens"], captured.err) == (3, 3 * 128, "")
+    assert (level["concurrency"], level["ok"], level["output_tokens"], captured.err) == (1, 3, 3 * 128, "")
     assert level["ttft_ms"]["p50"] is None
     assert level["latency_ms"]["p50"] > 0
+    assert bench(FakeServer(), "--duration", "0.01", "--unary") == 0
+    assert last_line(capsys)["settings"]["duration"] == 0.01

@@ -16,7 +16,7 @@ from local_server import LocalServer, local_server
 
 from tgis import __main__
 from tgis.cli import client, sampling
-from tgis.cli.chat import Chat, _delta, _parser
+from tgis.cli.chat import Chat, _delta, _parser, main
 from tgis.cli.client import NO_API
 from tgis.errors import StartError
 
@@ -49,7 +49,7 @@ def chat(server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_lines_are_messages_of_one_chat_until_it_is_reset(chat: Run) -> None:
     first, reset = ("s:be u:ab " * 4)[:30], ("s:be u:ef " * 4)[:30]
     second = f"s:be u:ab a:{first} u:cd "[:30]
-    said = chat("ab\ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
+    said = chat(" ab \ncd\n\n/reset\nef\n", "--max-tokens", "30", "--system", "be")
     assert said == (0, f"{first}\n{second}\n{reset}\n", "")
 
 
@@ -75,7 +75,10 @@ def test_a_refusal_is_one_line(server: LocalServer, chat: Run) -> None:
     ("line", "outcome"),
     [
         (b"", (False, "")),
-        (b'data: {"choices": [{"delta": {"reasoning": "a"}}, {"delta": {"content": "b"}}]}', (True, "b")),
+        (
+            b'data: {"choices": [{"delta": {"reasoning": "a", "content": null}}, {"delta": {"content": "b"}}]}',
+            (True, "b"),
+        ),
         (b'data: {"error": {"message": "why"}}', "why"),
         (b'data: {"error": "why"}', "why"),
         (b'data: {"error": {}}', NO_API),
@@ -94,20 +97,26 @@ def test_a_terminal_shows_that_the_model_thinks_and_no_thought(monkeypatch: Any,
 
     def http_call(_options: Any, _path: str, body: Any, timeout: float | None) -> Iterator[bytes]:
         sent.append((body, timeout))
+        if body and body["messages"][-1]["content"] == "z":
+            raise StartError("it is refused")
         deltas = [{"reasoning": "a"}, {"reasoning": "b"}, {"content": "c\x1b"}, {"content": "d"}] if body else []
         yield from [b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() for delta in deltas]
         yield b"" if body else b'{"data": [{"id": "m"}]}'
 
     monkeypatch.setattr(client, "http_call", http_call)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    chat = Chat(_parser("").parse_args(["--timeout", "7"]))
-    chat.read("x")
-    chat.read("y")
-    assert capsys.readouterr().out == "(thinking)\nc\ufffdd\n" * 2
+    Chat(_parser("").parse_args([])).read("x")
+    assert (capsys.readouterr().out, sent[0][1], sent.pop()[1]) == ("c\x1bd\n", client.UNARY_TIMEOUT_SECONDS, None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\nz\ny\n"))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert main(["--timeout", "7", "--model", "a"], "tgis chat") == 0
+    banner = "a: Ctrl-C stops an answer, /reset forgets the chat, Ctrl-D leaves\n"
+    shown = "> (thinking)\nc\ufffdd\n> > (thinking)\nc\ufffdd\n> \n"
+    assert capsys.readouterr() == (shown, f"{banner}\ntgis: it is refused\n")
     said = ("user", "x"), ("assistant", "c\x1bd"), ("user", "y")
     messages = [{"role": role, "content": text} for role, text in said]
-    body = dict.fromkeys(("max_tokens", *sampling.FIELDS)) | {"model": "m", "messages": messages, "stream": True}
-    assert (sent[0], sent[2]) == ((None, 7), (body, 7))
+    body = dict.fromkeys(("max_tokens", *sampling.FIELDS)) | {"model": "a", "messages": messages, "stream": True}
+    assert (sent[1], sent[-1]) == ((None, 7), (body, 7))
 
 
 def test_on_a_terminal_an_answer_can_be_stopped(server: LocalServer) -> None:

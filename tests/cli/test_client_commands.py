@@ -14,6 +14,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -160,11 +161,13 @@ def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pyte
 
 
 def test_generate_reads_stdin(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in (b"from\nstdin", b"\xff"):
+    said = list[tuple[int, str, str]]()
+    for text, on_terminal in ((b"from\nstdin", False), (b"\xff", True)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-        code, _, error = tgis("generate")
-    assert (code, error) == (2, "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
+        monkeypatch.setattr(sys.stdin, "isatty", mock.Mock(return_value=on_terminal))
+        said.append(tgis("generate"))
+    assert said[0] == (0, "", "")
+    assert said[1] == (2, "", "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
     assert served.service.asked[0].request.text == "from\nstdin"
     assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
     assert r"'a\udcff' is not UTF-8" in tgis("generate", "x", "--stop", "a\udcff")[2]
@@ -222,9 +225,9 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     family = "\U0001f468\u200d\U0001f469"  # joined by a character that is not printable
-    served.service.texts = ["a\x1b[31mb\n", f"\x9b\u00e9{family}"]
+    served.service.texts = ["a\t\x1b[31mb\n", f"\x9b\u00e9{family}"]
     text, _, statistics = tgis_on_terminal("generate", "--target", served.target, "x").partition("\x1b[2m")
-    assert text == f"a\ufffd[31mb\r\n\ufffdé{family}\r\n"
+    assert text == f"a\t\ufffd[31mb\r\n\ufffdé{family}\r\n"
     assert statistics.startswith("2 tokens in ")
     assert ", MAX_TOKENS\x1b[0m" in statistics
 
@@ -271,6 +274,8 @@ def test_grpc_healthcheck(served: Served, monkeypatch: pytest.MonkeyPatch, capsy
     assert __main__.grpc_healthcheck() == 1
     del sys.argv[3:5]  # the default
     assert (__main__.grpc_healthcheck(), served.health.timeout < 1.5) == (1, True)
+    sys.argv += ["--secure"]
+    assert (__main__.grpc_healthcheck(), "has no TLS" in capsys.readouterr().err) == (1, True)
 
 
 @table("options", "clients")

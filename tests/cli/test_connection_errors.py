@@ -1,7 +1,6 @@
 """What commands say about an address where something else listens, against real listeners."""
 
 import asyncio
-import itertools
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2_grpc
+from tables import read_table
 
 from benchmarks.certificates import make_pair
 from tgis.__main__ import run
@@ -20,51 +20,9 @@ from tgis.config import Config
 from tgis.limits import admission
 from tgis.security.tls import Certificates, TlsFiles
 
-CA = ("--ca-cert", "ca.crt")
-REFUSED = "nothing listens at {}; is `tgis serve` running?"
-NO_TLS = "{} has no TLS: leave out --tls, --ca-cert, --tls-cert and --tls-server-name"
-CLOSED = "{} closes the connection: it may want TLS, see --tls and --ca-cert"
-NO_CERTIFICATE = "{} closes the connection: it may want a certificate, see --tls-cert and --tls-key"
-UNTRUSTED = "the certificate of {} is not trusted: --ca-cert names a file with its CA"
-BAD_FILES = "--ca-cert, --tls-cert and --tls-key must name PEM files of certificates and their key"
-OTHER_NAME = "the certificate of {} has another name, see --tls-server-name"
-HTTP_PORT = "{} is an HTTP port: gRPC has another, 8033 by default"
-GRPC_PORT = "{} is a gRPC port: HTTP has another, 3000 by default"
-SLOW = "{} has not answered completely in time (--timeout)"
-NO_HOST = "{}: there is no host of this name"
-
-BENCH = ("bench", "--requests", "1")
-GRPC = [("generate", "x"), BENCH]
-GRPC_ERRORS = [  # what listens, options, what is said
-    ("none", (), REFUSED),
-    ("none", CA, REFUSED),
-    ("grpc", CA, NO_TLS),
-    ("grpc tls", (), CLOSED),
-    ("grpc tls", ("--tls",), UNTRUSTED),
-    ("grpc tls", ("--ca-cert", "key"), BAD_FILES),
-    ("grpc tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
-    ("grpc mutual", (*CA, "--tls-server-name", "localhost"), NO_CERTIFICATE),
-    ("http", (), HTTP_PORT),
-    ("http tls", (*CA, "--tls-server-name", "localhost"), HTTP_PORT),
-    ("silent", ("--timeout", "0.1"), SLOW),
-    ("elsewhere", (), NO_HOST),
-]
-HTTP_ERRORS = [
-    ("none", (), REFUSED),
-    ("none", CA, REFUSED),
-    ("http", CA, NO_TLS),
-    ("http tls", ("--tls",), UNTRUSTED),
-    ("http tls", (*CA, "--tls-server-name", "other.example"), OTHER_NAME),
-    ("http tls", (), CLOSED),
-    ("http tls", (*CA, "--tls-cert", "crt", "--tls-key", "key"), "{}: no /v1/models: this server generates text"),
-    (
-        "http tls",
-        (*CA, "--tls-cert", "none", "--tls-key", "key"),
-        "cannot use ca.crt, none, key: No such file or directory",
-    ),
-    ("grpc", (), GRPC_PORT),
-    ("silent", ("--timeout", "0.1"), SLOW),
-    ("elsewhere", (), NO_HOST),
+COMMANDS = {"grpc": ("generate x", "bench --requests 1"), "http": ("chat",)}
+CASES = [
+    (command, row) for api, names in COMMANDS.items() for command in names for row in read_table("connections", api)
 ]
 
 
@@ -120,22 +78,17 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield {name: f"localhost:{port}" for name, port in ports.items()} | {"elsewhere": "host.invalid:1"}
 
 
-@pytest.mark.parametrize(
-    ("command", "error"), [*itertools.product(GRPC, GRPC_ERRORS), *itertools.product([("chat",)], HTTP_ERRORS)]
-)
+@pytest.mark.parametrize(("command", "row"), CASES)
 def test_what_is_wrong_is_said(
-    targets: dict[str, str], capsys: pytest.CaptureFixture[str], command: tuple[str, ...], error: Any
+    targets: dict[str, str], capsys: pytest.CaptureFixture[str], command: str, row: dict[str, Any]
 ) -> None:
-    listener, options, sentence = error
-    target = targets[listener]
-    if sentence in (HTTP_PORT, NO_CERTIFICATE):  # of several addresses gRPC tells only the last error, that of ::1
-        target = target.replace("localhost", "127.0.0.1")
-    name, *arguments = command
-    assert run([name, "--target", target, *arguments, *options]) == 1 + sentence.startswith("cannot use")
-    assert capsys.readouterr() == ("", f"tgis: {sentence.format(target)}\n")
+    target = targets[row["at"]].replace("localhost", row.get("host", "localhost"))
+    name, *arguments = f"{command} {row.get('options', '')}".split()
+    assert run([name, "--target", target, *arguments]) == row.get("code", 1)
+    assert capsys.readouterr() == ("", f"tgis: {row['said'].format(target)}\n")
 
 
 def test_a_certificate_lets_a_command_in(targets: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = *CA, "--tls-cert", "crt", "--tls-key", "key", "--service="
-    assert run(["health", "--target", targets["grpc mutual"], *options]) == 0
+    options = "--ca-cert ca.crt --tls-cert crt --tls-key key --service="
+    assert run(["health", "--target", targets["grpc mutual"], *options.split()]) == 0
     assert capsys.readouterr() == ("SERVING\n", "")

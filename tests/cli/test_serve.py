@@ -14,6 +14,7 @@ from demo.fake_model import make_fake_model
 from tgis import __main__
 from tgis.cli import serve
 from tgis.config import Config
+from tgis.errors import StartError
 from tgis.utils import logs
 from tgis.utils.options import declared_options
 
@@ -36,11 +37,19 @@ def test_an_unexpected_error_is_in_both_logs(
     assert "ValueError: a bug" in line["exception"]
     assert (tmp_path / "termination").read_text() == "ValueError: a bug\n"
     limit.assert_called_once_with()
-    monkeypatch.setenv("JSON_OUTPUT", "true")
-    assert serve.main(["--port", "70000"], "tgis serve") == 2
+    monkeypatch.setattr(serve, "prepare_environment", mock.Mock(side_effect=StartError("no model")))
+    assert serve.main(["--model-name", "m", "--json-output", *paths], "tgis serve") == 1
     logs._streams[0].stop()
     line = json.loads(capfd.readouterr().out)
-    assert (line["level"], "port" in line["message"]) == ("CRITICAL", True)
+    assert (line["level"], line["message"]) == ("CRITICAL", "no model")
+    assert (tmp_path / "termination").read_text() == "no model\n"
+    with pytest.raises(StartError, match="no model"):
+        serve.main(["--model-name", "m", *paths], "tgis serve")
+    monkeypatch.setenv("JSON_OUTPUT", " 1 ")
+    assert serve.main([], "tgis serve") == 2
+    logs._streams[0].stop()
+    line = json.loads(capfd.readouterr().out)
+    assert (line["level"], line["message"]) == ("CRITICAL", "MODEL_NAME is required (or pass --model-name)")
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +100,9 @@ def test_every_option_is_shown_with_what_set_it(check: Check, tmp_path: Path, mo
     assert rows["NUM_SHARD"] == ["1", "NUM_GPUS"]
     assert rows["GRPC_PORT"] == ["8033"]
     assert rows["MAX_SEQUENCE_LENGTH"] == ["from", "the", "model"]
+    assert rows["CORS_ALLOW_ORIGIN"] == ["none"]
     assert out[-1].startswith("tgis can start with these options.")
+    assert (tmp_path / "cache" / "tmp").is_dir()
 
 
 def test_warnings_of_a_start_are_shown(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 from chat_templates import LAST_MESSAGE
 from local_server import LocalServer, local_server
+from tables import read_table
 
 from tgis import __main__
 
-CHAT = {"messages": [{"role": "user", "content": "abc "}], "max_tokens": 9}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab", 17]}}}
-REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "hello", "max_tokens": 7}),
-    ("/v1/completions", {"prompt": ["ab", "cd"], "n": 2, "temperature": 0.5, "logprobs": 2, "seed": -3}),
-    ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.01, "bad_words": ["x"], "top_k": 3}),
-    ("/v1/chat/completions", CHAT | {"stop": ["c a", "zzz"], "logit_bias": {"7": -5}, "frequency_penalty": -1}),
-    ("/v1/chat/completions", CHAT | {"stream": True, "stop": "c a", "include_stop_str_in_output": True}),
-    ("/v1/chat/completions", CHAT | {"response_format": SCHEMA}),
-    ("/v1/chat/completions", CHAT | {"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}),
-    ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 5, "top_n_tokens": 2, "details": True, "seed": 4}}),
-    ("/generate", {"inputs": "long", "parameters": {"typical_p": 0.5, "stop": ["g"], "truncate": 2}}),
-    ("/v1/completions", {"prompt": "a line\u2028break", "max_tokens": 12}),
-]
+REQUESTS = read_table("records", "recorded")
 NUM_RECORDS = len(REQUESTS) + 3
 Verify = Callable[..., tuple[int, list[str]]]
 
@@ -40,8 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def records(server: LocalServer) -> list[dict[str, Any]]:
-    for path, body in REQUESTS:
-        assert server.post(path, body)[0] == 200
+    for request in REQUESTS:
+        assert server.post(request["path"], request["body"])[0] == 200
     file = server.log.parent / "records"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     return [*map(json.loads, file.read_bytes().splitlines())]
@@ -69,7 +57,8 @@ def test_all_answers_are_equal(server: LocalServer, records: list[dict[str, Any]
 
 def test_of_an_answer_that_was_cut_short_the_beginning_counts(records: list[dict[str, Any]], verify: Verify) -> None:
     cut = records[0] | {"output_ids": records[0]["output_ids"][:3], "text": "he", "stop_reason": "CANCELLED"}
-    assert verify([cut])[0] == 0
+    longer = cut["parameters"] | {"sampling": cut["parameters"]["sampling"] | {"min_new_tokens": 5}}
+    assert verify([cut, cut | {"parameters": longer}])[0] == 0
     assert verify([cut | {"text": "hx"}])[0] == 1
 
 
@@ -85,6 +74,8 @@ def test_of_an_answer_that_was_cut_short_the_beginning_counts(records: list[dict
         (0, lambda record: record.update(adapter="x"), "Refused: "),
         (0, lambda record: record["parameters"]["sampling"].update(top_k=-1), "Refused: "),
         (0, lambda record: record.pop("parameters"), "KeyError: 'parameters'"),
+        (0, lambda record: record.update(parameters=3), "TypeError: "),
+        (0, lambda record: record.update(adapter_digest="5"), "adapter_digest at 0: recorded '5', now ''"),
         (1, lambda record: record["logprobs"][1].__setitem__(0, -0.25), "logprobs at 1: recorded [[-0.25, "),
         (6, lambda record: record["parameters"].pop("stop_sequences"), "output_ids at "),
     ],

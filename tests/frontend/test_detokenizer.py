@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 from tgis.errors import StartError
 from tgis.frontend.detokenizer import Detokenizer, TokenDecoder
 from tgis.frontend.tokenizer import Tokenizer
+from tgis.ipc.lookups import Vocabulary
 
 # Per family: whether a decoder-only model's output may begin with the space of its first word.
 KEEPS_FIRST_SPACE = {"byte_fallback", "metaspace", "word_piece", "no_decoder", "mistral"}
@@ -115,12 +116,18 @@ def test_eos_that_is_not_special_is_text(families: Families) -> None:
     assert "".join(pieces(decoder(tokenizer, ids[-1], special=True), ids)) == " one"
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_a_vocabulary_has_no_tokens_that_depend_on_the_one_before(families: Families, family: str) -> None:
+@pytest.mark.parametrize(("family", "encoder_decoder"), [*((f, False) for f in zoo.FAMILIES), ("metaspace", True)])
+def test_a_vocabulary_has_no_tokens_that_depend_on_the_one_before(
+    families: Families, family: str, encoder_decoder: bool
+) -> None:
+    """Else what each adds to an output, at its beginning and later, but for special tokens, which are shown or not."""
     _, tokenizer = families(family)
-    tokens, dependent = decoder(tokenizer).vocabulary().tokens, family in ("ctc", "word_suffix", "word_suffix_sequence")
-    assert len(tokens) == (0 if dependent else tokenizer.max_token_id + 1)
-    assert not any(token and tokenizer.is_special(index) for index, token in enumerate(tokens))
+    tokens = decoder(tokenizer, encoder_decoder=encoder_decoder, special=encoder_decoder)
+    dependent = family in ("ctc", "word_suffix", "word_suffix_sequence")
+    ids = range(0 if dependent else tokenizer.max_token_id + 1)
+    shown = [not tokenizer.is_special(index) and not tokens.skips(index) for index in ids]
+    first, later = ([tokens.token_bytes(before, i) if shown[i] else b"" for i in ids] for before in (None, 0))
+    assert tokens.vocabulary() == Vocabulary(later, {i: first[i] for i in ids if first[i] != later[i]})
 
 
 def test_unsupported_decoder(tmp_path: Path) -> None:

@@ -17,7 +17,20 @@ from tgis.frontend import engine_client
 from tgis.frontend.engine_client import EngineClient
 from tgis.ipc.channel import FrameReader, encode_frame
 from tgis.ipc.lookups import Acquire, Acquired
-from tgis.ipc.messages import BatchState, Cancel, Fatal, FromEngine, GetBatchState, Heartbeat, Step, StepStats
+from tgis.ipc.messages import (
+    BatchState,
+    Cancel,
+    Failed,
+    FailureKind,
+    Fatal,
+    FromEngine,
+    GetBatchState,
+    Heartbeat,
+    PromptLogprobs,
+    Step,
+    StepStats,
+    Submit,
+)
 from tgis.ipc.request import StopReason
 
 EMPTY = Batcher(limits(), {EOS}).state(0.0, max_seqs=0)
@@ -63,7 +76,7 @@ async def test_a_question_times_out_and_is_not_sent_again(monkeypatch: pytest.Mo
 
 @run_async
 async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
-    client, _ = connected_client()
+    client, transport = connected_client()
     question = await ask(client)
 
     async def acquire() -> None:
@@ -72,8 +85,11 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
 
     lookup = asyncio.create_task(acquire())
     (output,) = engine_outputs([request(1)])
-    with client.submit([output]):
+    with client.submit([output]), contextlib.ExitStack() as resources:
+        answered = asyncio.create_task(client.acquire("y", 1e6, resources))
         await asyncio.sleep(0)
+        client.handle(Acquired(2))
+        assert await answered == Acquired(2)
         client.process.connection_lost(None)
         for waiting in (question, lookup, acquire()):
             with pytest.raises(Unavailable, match="the engine process has ended"):
@@ -81,22 +97,31 @@ async def test_the_death_of_the_engine_fails_what_is_open_at_once() -> None:
         assert isinstance(output.error, Unavailable)
         assert "the engine process has ended" in str(output.error)
     assert await client.process.died == "the engine process was ended by signal 11"
+    assert [type(message) for message in transport.sent] == [GetBatchState, Submit, Acquire, Acquire]  # no Cancel
 
 
 @run_async
 async def test_answers_to_questions_are_not_progress() -> None:
-    """An engine process whose steps hang still reads files, in other threads."""
-    client, _ = connected_client()
-    with client.submit(engine_outputs([request(1)])):
-        client.process.watchdog._last_progress -= 500
-        pending = await ask(client)
-        client.handle(EMPTY)
-        await pending
-        client.handle(Acquired(1))
-        client.handle(Acquired(2))
-        assert client.seconds_stalled() >= 500
-        client.handle(Step([], [], [], [], None))
+    """An engine process whose steps hang still reads files, in other threads. More requests are none, either."""
+    client, _ = connected_client(metrics := make_metrics())
+    details, outputs = [PromptLogprobs(1, 1, part) for part in (b"a", b"b")], engine_outputs([request(1)])
+    failed = Failed([], FailureKind.ERROR, "", prefill=False)
+    steps: list[FromEngine] = [Step([], [], [], [], None), *details, failed]
+    client.process.watchdog._last_progress -= 500
+    with client.submit(outputs):
         assert client.seconds_stalled() < 500
+        for progress in steps:
+            client.process.watchdog._last_progress -= 500
+            pending = await ask(client)
+            client.handle(EMPTY)
+            await pending
+            client.handle(Acquired(1))
+            with client.submit(engine_outputs([request(2)])):
+                assert client.seconds_stalled() >= 500
+            client.handle(progress)
+            assert client.seconds_stalled() < 500
+    assert outputs[0].prompt_logprobs == details
+    assert value(metrics, "tgi_batch_inference_failure", method="next_token", reason="error") == 1
 
 
 @run_async
@@ -136,6 +161,7 @@ async def test_queue_size_follows_arrivals_cancels_schedules_and_ends() -> None:
         assert queue() == (1, [3])
         client.handle(step_of({0: [7], 1: [7]}, back=1))
         assert queue() == (2, [3])
+    client.handle(step_of({0: [7], 1: [7]}, back=1))  # the step was in flight
     assert queue() == (0, [])
 
 
@@ -153,9 +179,12 @@ async def test_tokens_are_counted_when_they_come_whatever_becomes_of_the_request
 
     with client.submit(outputs):
         assert counts(step_of({0: [7], 1: [7]})) == [2, 0, 0, 2]
+        outputs[1].timings.first_token -= 500
         assert counts(step_of({0: [7, 7], 1: [7]})) == [5, 0, 2, 2]  # between two tokens of one step is no time
         client.cancel(outputs[0])
-        assert counts(step_of({0: [7], 1: [7]})) == [7, 1, 3, 2]
-        assert counts(step_of({2: []}, StopReason.TIME_LIMIT)) == [7, 1, 3, 2]  # expired in the queue
+        assert counts(step_of({0: [7, 7], 1: [7]})) == [8, 2, 3, 2]
+        assert counts(step_of({1: [], 2: []}, StopReason.TIME_LIMIT)) == [8, 2, 3, 2]  # one expired in the queue
         assert [output.num_tokens for output in outputs] == [3, 3, 0]
+    assert outputs[1].timings.last_token - outputs[1].timings.first_token > 500
+    assert value(metrics, "tgi_request_inter_token_latency_duration_sum") < 60
     assert value(metrics, "tgi_request_time_to_first_token_duration_sum") == pytest.approx(2 * 500, abs=60)

@@ -15,6 +15,7 @@ from harness import run_async
 
 from tgis.frontend import engine_process
 from tgis.frontend.engine_process import HEARTBEAT_TIMEOUT, TICK_SECONDS, EngineProcess, EngineWatchdog
+from tgis.ipc.messages import Ready
 
 EPSILON = 1e-6
 
@@ -83,6 +84,7 @@ async def test_a_kill_ends_what_the_engine_process_has_started() -> None:
     assert await process.wait() == -signal.SIGKILL
     assert await process.stdout.read() == b""  # once nobody is left who has the writing end open
     client.kill("again")
+    assert client.death_cause == "a test"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,10 @@ async def test_an_engine_process_is_asked_to_end_and_killed_if_it_does_not(
     assert await process.start(engine_options(tmp_path)) > 0
     assert process.exit_code is None
     if ready is not False:
-        process.ready.set_result(INFO)
+        process.handle(Ready(INFO, "why"))
     await process.stop(at_once=at_once)
-    assert process.exit_code == code
+    facts: tuple[object, object] = process.exit_code, process.fallback_reason
+    assert facts == (code, "" if ready is False else "why")
     reason = "the server has stopped" if code else "the engine process ended with exit code 0"
     assert await process.died == reason
     assert process._transport is not None

@@ -16,7 +16,7 @@ from scraped_metrics import make_metrics, value
 from scripted_api import LIMITS, byte_tokenizer
 
 from tgis.config import Config
-from tgis.errors import EngineFailure, InvalidRequest, Overloaded, QueueFull, Unavailable
+from tgis.errors import EngineFailure, InvalidRequest, OutOfMemory, Overloaded, QueueFull, RequestError, Unavailable
 from tgis.frontend.admission import Quota
 from tgis.frontend.calls import CallKind, GenerateCall, TokenizeCall
 from tgis.frontend.detokenizer import TokenDecoder
@@ -74,9 +74,10 @@ SAMPLED = SamplingParams(temperature=1.0, min_new_tokens=1)
 
 @run_async
 async def test_every_output_of_every_input_is_a_request() -> None:
-    front = Front()
+    front = Front(max_concurrent_requests=4)
     options = LogprobOptions(generated_tokens=True)
-    work = call("abc", "é", n=2, sampling=SAMPLED, seed=5, max_new_tokens=7, bad_words=("b",), logprob_options=options)
+    work = call("abc", "é", n=2, sampling=SAMPLED, seed=5, max_new_tokens=7, bad_words=(" b",), logprob_options=options)
+    work.params.input_text, work.params.stop_sequences = True, ("abc",)
     task, requests = await front.start(front.generator.generate(work))
     e_acute, space_b = map(byte_tokenizer().encode_without_special_tokens, ("é", " b"))
     assert [request.tokens for request in requests] == [[A, B, C]] * 2 + [e_acute] * 2
@@ -87,11 +88,16 @@ async def test_every_output_of_every_input_is_a_request() -> None:
             request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", answer_deadline=9.0, client=b"me"
         )
     front.step(requests, A, B)
-    front.step(requests, C, end=StopReason.MAX_TOKENS)
+    front.step(requests[:3], C)  # the stop sequence is complete
+    front.step(requests[3:], C, end=StopReason.MAX_TOKENS)
     outputs: list[RequestOutput] = await task
     facts = [(output.index, output.text, output.input_token_count, output.seed) for output in outputs]
-    assert facts == [(0, "abc", 3, 5), (1, "abc", 3, 6), (2, "abc", 2, 5), (3, "abc", 2, 6)]
-    assert (front.admission.inputs.total, front.transport.sent, front.discarded) == (0, [], 0)
+    assert facts == [(0, "abcabc", 3, 5), (1, "abcabc", 3, 6), (2, "éabc", 2, 5), (3, "éabc", 2, 6)]
+    await asyncio.sleep(0)
+    cancelled = [Cancel([request.id for request in requests[:3]])]
+    assert (front.admission.inputs.total, front.transport.sent, front.discarded) == (0, cancelled, 0)
+    lengths = [value(front.generator.metrics, f"tgi_request_raw_input_length_{kind}") for kind in ("count", "sum")]
+    assert lengths == [4, 2 * 3 + 2 * 2]
 
 
 @run_async
@@ -99,25 +105,48 @@ async def test_a_stream_says_what_is_known_before_the_prefill_and_then_what_each
     front, chunks = Front(), list[RequestOutput]()
 
     async def read() -> None:
-        async for chunk in front.generator.stream(call("abc", kind=CallKind.STREAM, input_text=True, max_new_tokens=5)):
+        work = call("abc", kind=CallKind.STREAM, n=2, input_text=True, max_new_tokens=5, sampling=SAMPLED, seed=5)
+        work.params.stop_sequences = ["ab"]
+        async for chunk in front.generator.stream(work):
             chunks.append(chunk)
 
-    task, requests = await front.start(read())
-    front.step(requests, A)
-    front.step(requests, B, end=StopReason.MAX_TOKENS)
+    task, (first, second) = await front.start(read())
+    front.step([first], A, B)
+    await asyncio.sleep(0)
+    front.step([first], C)  # on its way when the stop sequence was found
+    front.step([second], B)
+    front.step([second], A, end=StopReason.MAX_TOKENS)
     await task
-    facts = [(chunk.text, chunk.input_token_count, chunk.generated_token_count) for chunk in chunks]
-    assert facts == [("abc", 3, 0), ("ab", 0, 2)]  # in one message, since the reader came late
+    facts = [(chunk.text, chunk.input_token_count, chunk.generated_token_count, chunk.seed) for chunk in chunks]
+    assert facts[:2] == [("abc", 3, 0, 5), ("abc", 3, 0, 6)]
+    assert facts[2:] == [("ab", 0, 2, 5), ("ba", 0, 2, 6)]  # in one message, since the reader came late
+    assert front.discarded == 1
 
 
+TOO_COMPLEX = "the grammar cannot be followed"
+NO_TOKEN = "allowed_token_ids, bad_words, stop_token_ids and the grammar leave no token that may come next"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (FailureKind.ERROR, EngineFailure("Request failed during generation: it broke")),
+        (FailureKind.OUT_OF_MEMORY, OutOfMemory("it broke")),
+        (FailureKind.GRAMMAR, InvalidRequest("grammar", f"{TOO_COMPLEX}: it broke", logged=TOO_COMPLEX)),
+        (FailureKind.NOTHING_LEFT, InvalidRequest("it broke", f"{NO_TOKEN}, or the model's scores are not finite")),
+    ],
+)
 @run_async
-async def test_the_first_output_that_fails_fails_the_call_and_cancels_the_others() -> None:
+async def test_the_first_output_that_fails_fails_the_call_and_cancels_the_others(
+    kind: FailureKind, error: RequestError
+) -> None:
     front = Front()
     task, requests = await front.start(front.generator.generate(call("a", "b", "c")))
     front.step(requests, A)
-    front.client.handle(Failed([requests[1].id], FailureKind.ERROR, "it broke"))
-    with pytest.raises(EngineFailure, match="Request failed during generation: it broke"):
+    front.client.handle(Failed([requests[1].id], kind, "it broke"))
+    with pytest.raises(type(error)) as caught:
         await task
+    assert (str(caught.value), vars(caught.value)) == (str(error), vars(error))
     await asyncio.sleep(0)
     assert front.transport.sent == [Cancel([requests[0].id, requests[2].id])]
     assert front.discarded == 3
@@ -134,17 +163,18 @@ TOO_MANY = "requests has 5 inputs, at most 4 allowed"
         (call("a", fields=["x", "y"]), "request", "missing request"),
         (call("a", max_new_tokens=101), "max_new_tokens", "max_new_tokens must be <= 100"),
         (call("a" * 801), "requests[0].text", "requests[0].text has 801 bytes, at most 800 fit into any input"),
-        (call("a", "b" * 200), "requests[1].text", "input tokens (200) plus prefix length (0) must be < 200"),
+        (call("a", "b" * 300), "requests[1].text", "input tokens (300) plus prefix length (0) must be < 200"),
         (call("a", ""), "requests[1].text", "requests[1].text gives no token"),
     ],
 )
 @run_async
 async def test_calls_that_never_reach_the_engine(work: GenerateCall, field: str, text: str) -> None:
-    front = Front(max_concurrent_requests=4)
+    front = Front(max_concurrent_requests=5, max_concurrent_requests_per_client=4)
     with pytest.raises(InvalidRequest) as caught:
         await front.generator.generate(work)
-    assert (caught.value.field, str(caught.value)) == (field, text)
+    assert (caught.value.field, str(caught.value), vars(caught.value).get("max_length", 200)) == (field, text, 200)
     assert (front.transport.sent, await front.generator.generate(call())) == ([], [])
+    assert value(front.generator.metrics, "tgi_request_input_count") == len(work.fields) * work.n
 
 
 @pytest.mark.parametrize(
@@ -167,15 +197,18 @@ async def test_truncation_keeps_the_last_tokens_of_any_input_and_a_time_limit_is
 
 @run_async
 async def test_overload_comes_before_validation_and_the_queue_is_limited_in_tokens() -> None:
-    front = Front(max_queued_tokens=4, max_concurrent_requests=2)
-    with front.admission.inputs.hold(b"other", 2), pytest.raises(Overloaded, match="Model is overloaded"):
+    front = Front(max_queued_tokens=6, max_concurrent_requests=3)
+    with front.admission.inputs.hold(b"other", 3), pytest.raises(Overloaded, match="Model is overloaded"):
         await front.generator.generate(call("a", max_new_tokens=9999))
     task, _ = await front.start(front.generator.generate(call("abcde")))  # any number while nothing waits
     with pytest.raises(QueueFull) as caught:
         await front.generator.generate(call("ab"))
-    assert caught.value.reason == "5 input tokens are waiting, at most 4 may"
+    assert caught.value.reason == "5 input tokens are waiting, at most 6 may"
     failures = [value(front.generator.metrics, "tgi_request_failure", err=err) for err in ("conc_limit", "queue_full")]
     assert failures == [1, 1]
+    last, _ = await front.start(front.generator.generate(call("a")))
+    assert front.generator.num_queued_tokens == 6
+    last.cancel()
     task.cancel()
 
 
@@ -188,7 +221,7 @@ async def test_an_adapter_comes_before_the_input() -> None:
     front.client.handle(Acquired(1, adapter=AdapterRef("p", 3, 0, 1, 9)))
     (request,) = await front.submitted()
     assert (request.tokens, request.adapter and request.adapter.id) == ([0, 0, 0, A, B], "p")
-    assert request.cache_salt == (9).to_bytes(8)
+    assert (request.cache_salt, front.generator.num_queued_tokens) == ((9).to_bytes(8), 5)
     task.cancel()
 
 
@@ -201,8 +234,15 @@ async def test_tokenize() -> None:
     assert (counted.ids, counted.num_tokens) == ([], 3)
     (cut, short) = await front.generator.tokenize(TokenizeCall(texts, 2, return_tokens=False, return_offsets=True))
     assert (cut.num_tokens, [*cut.offsets], short.num_tokens) == (2, [(1, 2), (2, 3)], 2)
-    counts = [value(front.generator.metrics, f"tgi_tokenize_request_{name}") for name in ("count", "input_count")]
-    assert (counts, value(front.generator.metrics, "tgi_tokenize_request_tokens_sum")) == ([3, 6], 5 + 5 + 4)
+    names = "count", "input_count", "duration_count", "tokens_sum"
+    counts = [value(front.generator.metrics, f"tgi_tokenize_request_{name}") for name in names]
+    assert counts == [3, 6, 3, 5 + 5 + 4]
+    assert value(front.generator.metrics, "tgi_tokenize_request_duration_sum") < 60
+    many = TokenizeCall(["a"] * 10_000, 0, return_tokens=True, return_offsets=False, max_tokens=10_000)
+    assert len(await front.generator.tokenize(many)) == 10_000
+    for refused in (replace(many, max_tokens=9_999), replace(many, texts=["a"] * 10_001)):
+        with pytest.raises(InvalidRequest, match=r"more than 9999 tokens|10001 inputs, at most 10000 allowed"):
+            await front.generator.tokenize(refused)
 
 
 @run_async
@@ -227,4 +267,8 @@ def test_quotas_are_limited_in_total_and_for_each_client() -> None:
             assert quota.total == 5
     with quota.hold(b"", 5):  # a client without a name has no limit but the total
         assert quota.total == 5
-    assert quota.total == 0
+    with quota.hold(b"a", 1):
+        with quota.hold(b"a", 2):
+            pass
+        assert refusal(quota, b"a", 3) == "1 inputs of this client, at most 3 allowed"
+    assert (quota.total, Quota("inputs", limit=2, per_client=3).most(b"a")) == (0, 2)

@@ -72,6 +72,9 @@ def test_the_scrape_has_exactly_these_values_of_labels(metrics: Metrics) -> None
 
 
 def test_buckets(metrics: Metrics) -> None:
+    metrics.requests.inter_token_latency.observe(0.00015, 2)
+    name = "tgi_request_inter_token_latency_duration"
+    assert [value(metrics, f"{name}_bucket", le="0.00015"), value(metrics, f"{name}_sum")] == [2, 0.0003]
     histograms = {
         name.removesuffix("_bucket"): series for name, series in samples(metrics).items() if name.endswith("_bucket")
     }
@@ -125,11 +128,11 @@ def succeed(metrics: Metrics, num_tokens: int) -> None:
     ],
 )
 def test_why_a_call_fails(metrics: Metrics, error: BaseException, reason: str) -> None:
-    call = GenerateCall(CallKind.BATCH, ["text"], ["text"], Params())
+    call = GenerateCall(CallKind.BATCH, ["text"], ["text"], Params(), n=2)
     with pytest.raises(type(error)), CallRecorder(call, metrics, log_text=False):
         raise error
-    counted = {"tgi_request_count batch": 1, "tgi_request_input_count": 1}
-    assert changed(metrics) == counted | {f"tgi_request_failure {reason}": 1}
+    counted = {"tgi_request_count batch": 1, "tgi_request_input_count": 2}
+    assert changed(metrics) == counted | {f"tgi_request_failure {reason}": 2 if reason == "cancelled" else 1}
 
 
 def test_a_request_that_succeeds(metrics: Metrics) -> None:
@@ -137,12 +140,13 @@ def test_a_request_that_succeeds(metrics: Metrics) -> None:
     assert changed(metrics) == pytest.approx(expected("request"), rel=0.1)
 
 
-@pytest.mark.parametrize("generated", [0, 1])
+@pytest.mark.parametrize("generated", [0, 1, 2])
 def test_a_request_without_a_second_token_has_no_time_per_output_token(metrics: Metrics, generated: int) -> None:
     succeed(metrics, generated)
-    assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == pytest.approx(3.0 * generated)
+    mean = pytest.approx(3.0 / max(generated, 1) * bool(generated))
+    assert value(metrics, "tgi_request_mean_time_per_token_duration_sum") == mean
     assert value(metrics, "tgi_request_mean_time_per_token_duration_count") == 1
-    assert value(metrics, "tgi_request_time_per_output_token_duration_count") == 0
+    assert value(metrics, "tgi_request_time_per_output_token_duration_count") == (generated == 2)
 
 
 PREFILL = StepStats(True, 2, 0, 70, 0.5, 0.25, 5, 250, 40, True, 1, {1: (1.0, 0), 2: (2.0, 0)}, prompt_tokens=60)
@@ -176,12 +180,13 @@ def test_gauges_follow_steps_and_are_zero_when_idle(metrics: Metrics) -> None:
 def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 1000
     counters = BatcherCounters(1, 2, 3, 4, 5, 6, 7, 8, 3, 5, 4)
-    stats = msgspec.structs.replace(PREFILL, counters=counters, token_capacity=900)
+    stats = msgspec.structs.replace(PREFILL, counters=counters, token_capacity=900, num_decodes=3)
     for _ in range(2):
         metrics.step_succeeded(stats, [], 0.0, {})
     for counts in (counters, BatcherCounters(), BatcherCounters(proposed_tokens=1), BatcherCounters(drafted_tokens=1)):
         metrics.batches.speculation.count_step_tokens(counts, [[1, 2, 3, 4], [], [5]])
     counted, names = changed(metrics), ["queue_jump", "granular_batch_addition"]
+    assert counted["tgi_batch_inference_batch_size_sum next_token"] == 2 * 3
     names += [f"prefill_{kind}_limit_exceeded" for kind in ("weight", "padding")]
     names += ["batch_preemption", "prefix_cache_query_tokens", "prefix_cache_hit_tokens"]
     assert [counted[f"tgi_{name}"] for name in names] == [2, 4, 6, 8, 10, 12, 14]
@@ -191,7 +196,7 @@ def test_admission_counters_and_capacity(metrics: Metrics) -> None:
     assert value(metrics, "tgi_batch_context_limit") == 900
 
 
-INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, block_size=16)
+INFO = EngineInfo("tgis_native", "M", "cpu", "bfloat16", 257, False, False, 4, 1000, 64, 16, kv_cache_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -220,8 +225,9 @@ async def test_what_holds_the_event_loop_is_in_the_metrics(service_metrics: Serv
 
 
 def test_the_service_is_in_one_state(service_metrics: ServiceMetrics) -> None:
-    for state in ServiceState:
-        service_metrics.set_state(state)
+    for number, state in enumerate(ServiceState):  # a service begins in the first state
+        if number:
+            service_metrics.set_state(state)
         series = samples(service_metrics)["tgi_state"].items()
         assert {dict(labels)["state"]: number for labels, number in series} == {s: s is state for s in ServiceState}
 
@@ -234,9 +240,9 @@ def test_what_is_served_is_known_in_full_once_the_engine_is_ready(service_metric
     service_metrics.engine_ready(INFO, 12.5)
     (labels,) = samples(service_metrics)["tgi_info"]
     assert labels == known | set(zip(unknown, ("tgis_native", "bfloat16", "cpu", "none", "auto", ""), strict=True))
-    assert value(service_metrics, "tgi_model_load_duration") == 12.5
-    assert value(service_metrics, "tgi_kv_cache_block_size") == 16
-    assert value(service_metrics, "tgi_kv_cache_blocks") == 1000 // 16
+    names = "model_load_duration", "kv_cache_block_size", "kv_cache_blocks", "kv_cache_bytes", "batch_max_size"
+    facts = [value(service_metrics, f"tgi_{name}") for name in (*names, "engine_up")]
+    assert facts == [12.5, 16, 1000 // 16, 1 << 20, 4, 1]
 
 
 @run_async
@@ -245,9 +251,9 @@ async def test_dropped_log_lines_of_all_processes_are_counted_once() -> None:
     for total in (0, 3, 3, 10):
         service_metrics.set_log_lines_dropped(total)
         assert value(service_metrics, "tgi_log_lines_dropped_total") == total
-    for message in (Heartbeat(0), Heartbeat(0, 5), Heartbeat(1, 2), Heartbeat(0, 6)):
+    for message in (Heartbeat(0), Heartbeat(0, 5, 1), Heartbeat(1, 2, 50), Heartbeat(0, 6, 7)):
         process.handle(message)
-    assert process.num_dropped_log_lines == 8
+    assert (process.num_dropped_log_lines, process.resident_cache_bytes) == (8, 57)
 
 
 def test_lora_adapters_by_name(service_metrics: ServiceMetrics) -> None:
@@ -268,11 +274,14 @@ async def test_an_adapter_waits_while_none_of_its_requests_runs() -> None:
     client, _ = connected_client()
     adapters = [AdapterRef(name, length, 0, 90, 1) for name, length in (("a", 0), ("a", 0), ("b", 0), ("prompt", 2))]
     requests = [msgspec.structs.replace(request(n), adapter=adapter) for n, adapter in enumerate([*adapters, None])]
-    with client.submit(engine_outputs(requests)):
+    outputs = engine_outputs(requests, time.monotonic() - 500)
+    with client.submit(outputs):
         assert client.lora_adapters() == (set(), {"a", "b"})
-        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, dict.fromkeys([1, 3, 4], (0.1, 0)))
+        stats = StepStats(True, 2, 0, 9, 0.1, 0.1, 2, 9, 9, False, 0, {1: (0.1, 4), 3: (0.1, 5), 4: (0.1, 1)})
         client.handle(Step([], [], [], [], stats))
         assert client.lora_adapters() == ({"a"}, {"b"})
+        assert [output.num_cached_tokens for output in outputs] == [0, 4, 0, 3, 1]  # soft prompts do not count
+        assert [output.timings.scheduled > output.timings.submitted for output in outputs] == [0, 1, 0, 1, 1]
     assert client.lora_adapters() == (set(), set())
 
 

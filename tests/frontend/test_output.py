@@ -36,16 +36,17 @@ def decoder() -> TokenDecoder:
 
 
 def params(stops: list[str], *, tokens: bool, minimum: int = 0) -> Params:
-    options, sampling = LogprobOptions(generated_tokens=tokens, logprobs=tokens), SamplingParams(min_new_tokens=minimum)
+    options = LogprobOptions(generated_tokens=tokens, logprobs=tokens)
+    sampling = SamplingParams(min_new_tokens=minimum, seed=9)
     fields: dict[str, Any] = {"stop_sequences": stops, "include_stop_sequence": True, "max_new_tokens": 99}
     return Params(logprob_options=options, sampling=sampling, **fields)
 
 
-def builder(decoder: TokenDecoder, wanted: Params) -> Output:
-    request = Request(1, [5, 6], 99, False, wanted.sampling, wanted.logprob_options)
+def builder(decoder: TokenDecoder, wanted: Params, prediction: list[int] | None = None) -> Output:
+    request = Request(1, [5, 6], 99, False, wanted.sampling, wanted.logprob_options, prediction=prediction or [])
     engine_output = EngineOutput(request, 0, ReadyOutputs(eager=True), 0.0)
     engine_output.timings = RequestTimings(arrived=0.0, submitted=0.0)
-    return Output(engine_output, "prompt", wanted, decoder, "")
+    return Output(engine_output, "prompt", wanted, decoder, "--")
 
 
 def ids(decoder: TokenDecoder, text: str) -> list[int]:
@@ -132,6 +133,7 @@ def test_messages(
     chunks = streamed(decoder, params(stops, tokens=tokens), steps, late=late)
     assert [(chunk.text, chunk.generated_token_count) for chunk in chunks] == messages
     assert [chunk.stop_reason for chunk in chunks] == [NOT_FINISHED] * (len(chunks) - 1) + [reason]
+    assert [chunk.seed for chunk in chunks] == [0] * (len(chunks) - 1) + [9]
     assert all(token.logprob == -token.id for chunk in chunks for token in chunk.tokens)
     assert chunks[-1].stop_sequence == (stops[0] if reason is STOP_SEQUENCE else "")
 
@@ -140,15 +142,42 @@ def test_the_input_tokens_of_a_stream_come_once_and_before_the_output(decoder: T
     options = LogprobOptions(input_tokens=True, logprobs=True, top_n_tokens=2)
     output = builder(decoder, Params(logprob_options=options, max_new_tokens=99, include_stop_sequence=True))
     output.index = 3
-    details = PromptLogprobs.encode(1, [TokenLogprobs(-1.0, 0, [(7, -2.0)]), TokenLogprobs(-3.0)])
-    output.engine_output.prompt_logprobs.append(details)
+    details = [TokenLogprobs(-1.0, 4, [(7, -2.0)]), TokenLogprobs(-3.0)]
+    output.engine_output.prompt_logprobs += [PromptLogprobs.encode(1, [each]) for each in details]
     chunks = [chunk for _ in deliver(output, [ids(decoder, letter) for letter in "abc"]) for chunk in output.chunks()]
     text = decoder.tokenizer.token_text
-    tokens = [TokenInfo(5, text(5), -1.0, 0, [(7, text(7), -2.0)]), TokenInfo(6, text(6), -3.0, 0, [])]
+    tokens = [TokenInfo(5, text(5), -1.0, 4, [(7, text(7), -2.0)]), TokenInfo(6, text(6), -3.0, 0, [])]
     first, *others = chunks
     first.input_tokens = [*first.input_tokens]
     assert first == RequestOutput(3, input_tokens=tokens, input_token_count=2, num_details=6)
     assert [(chunk.index, chunk.text, [*chunk.input_tokens]) for chunk in others] == [(3, "a", []), (3, "bc", [])]
+
+
+def test_the_answer_of_a_unary_call_has_all(decoder: TokenDecoder) -> None:
+    wanted = params([], tokens=True)
+    wanted.logprob_options, wanted.input_text = LogprobOptions(True, True, top_n_tokens=2), True
+    output = builder(decoder, wanted, ids(decoder, "abxx"))
+    output.engine_output.prompt_logprobs.append(PromptLogprobs.encode(1, [TokenLogprobs(-1.0)] * 2))
+    output.engine_output.num_cached_tokens = 1
+    for _ in deliver(output, [ids(decoder, "a"), ids(decoder, "bc")]):
+        output.collect()
+    final, text = output.final(), decoder.tokenizer.token_text
+    final.input_tokens = [*final.input_tokens]
+    assert final == RequestOutput(
+        text="prompt--abc",
+        input_token_count=2,
+        generated_token_count=3,
+        stop_reason=MAX_TOKENS,
+        seed=9,
+        tokens=[TokenInfo(token, text(token), 0.0, 0, []) for token in ids(decoder, "abc")],
+        input_tokens=[TokenInfo(token, text(token), -1.0, 0, []) for token in (5, 6)],
+        num_details=(2 + 3) * 3,
+        num_cached_tokens=1,
+        timings=output.engine_output.timings,
+        prediction_tokens={"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 2},
+    )
+    output.texts = ["x" * 20] * 2
+    assert output.logged_text == "x" * 32
 
 
 def test_a_stop_sequence_counts_from_the_last_token_of_the_minimum_on(decoder: TokenDecoder) -> None:

@@ -1,17 +1,27 @@
 """tgis.frontend.request_log: one line per input, however it ends, and no text unless requested; what is observed."""
 
 import json
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from engine_clients import outputs
 from harness import as_stream_request, unary_request, wait_until
 from local_server import LocalServer, local_server
 
+from tgis.frontend.calls import CallKind, GenerateCall
+from tgis.frontend.engine_output import RequestTimings
+from tgis.frontend.params import Params
+from tgis.frontend.request_log import log_output
+from tgis.ipc.lookups import AdapterRef
+from tgis.ipc.request import LogprobOptions, Request, StopReason
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub as Stub
+from tgis.utils import logs
 
 SECRET = "my-password-is-swordfish and it is long"
 STEPS = {"step_seconds": 0.01, "poison_token": 0}
@@ -57,14 +67,34 @@ def test_each_input_has_one_line_and_is_observed(server: LocalServer, stub: Stub
     assert [(line["input_tokens"], line["generated_tokens"]) for line in entries] == [(3, 4), (5, 4)]
     assert [line["request_id"] for line in entries] == ["two-inputs-0", "two-inputs-1"]
     assert [line["message"] for line in entries] == [f"batch request {n} of 2: 4 tokens, MAX_TOKENS" for n in (1, 2)]
-    for line in entries:
-        assert (line["level"], line["parameters"]) == ("INFO", "max_new_tokens=4")
-        parts = [line[f"{name}_seconds"] for name in ("validation", "queue", "inference")]
-        assert min(parts) >= 0
-        assert 4 * 0.01 <= parts[2] <= sum(parts) <= line["total_seconds"] + 0.001
-        assert line["seconds_per_token"] == pytest.approx(parts[2] / 4, abs=1e-4)
+    assert [(line["level"], line["parameters"]) for line in entries] == [("INFO", "max_new_tokens=4")] * 2
     grown = [new - old for new, old in zip(server.metrics(*names), before, strict=True)]
     assert grown == [2, 3 + 6, 2, 3 + 5, 2, 4 + 4, 2, 7 + 9, 1]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "seconds", "fill_context", "level"),
+    [(3.0, (0.5, 2.0, 2.0), False, "WARNING"), (None, (3.5, 0.0, 0.0), True, "ERROR")],
+)
+def test_the_fields_of_a_line(
+    scheduled: float | None, seconds: Any, fill_context: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, options = time.monotonic(), LogprobOptions(input_tokens=True)
+    adapter = AdapterRef("a", 1, 0, 7, 9)
+    (_, output) = outputs([Request(n, [0, 5, 6], 3, logprob_options=options, adapter=adapter) for n in range(2)])
+    output.params = Params(logprob_options=options, fill_context=fill_context)
+    output.engine_output.timings = RequestTimings(now - 4, now - 3.5, now - scheduled if scheduled else 0, 0, now - 1)
+    output.stop_reason, output.num_generated = StopReason.TOKEN_LIMIT, 1
+    call = GenerateCall(CallKind.STREAM, ["x"], ["x"], Params(), n=2)
+    with logs.correlation_scope("c"):
+        log_output(call, output, "TOKEN_LIMIT", logging.ERROR, num_outputs=2, log_text=False)
+    (record,) = caplog.records
+    names = [f"{name}_seconds" for name in ("validation", "total", "queue", "inference")]
+    found = [vars(record)[name] for name in (*names, "seconds_per_token")]
+    assert found == pytest.approx([0.5, 4.0, *seconds], abs=0.3)
+    facts = "request_id", "api", "input_tokens", "prefix_id", "generated_tokens", "parameters", "input", "output"
+    values = "c-1", "grpc", 2, "a", 1, "max_new_tokens=3 details=True", None, None
+    assert (record.levelname, [vars(record)[name] for name in facts]) == (level, [*values])
 
 
 def test_of_lists_of_tokens_only_the_lengths_are_logged(server: LocalServer, stub: Stub) -> None:
@@ -89,7 +119,7 @@ def test_the_limit_that_held_is_logged_and_flags_without_text(server: LocalServe
     assert server.post("/v1/completions", body, 60, **{"X-Correlation-Id": "http"})[0] == 200
     (line,) = lines(server, "http")
     shown = f"max_new_tokens={2048 - 3 * 666} stop_sequences=1 details=True grammar=regex"
-    assert (line["parameters"], line["api"]) == (shown, "openai")
+    assert (line["parameters"], line["api"], line["level"]) == (shown, "openai", "INFO")
     assert not line.keys() & {"prefix_id", "input", "output"}
 
 
@@ -121,6 +151,7 @@ def test_cancelled_calls_have_their_lines_too(server: LocalServer, stub: Stub) -
 
 
 PAIRS = " | ".join(f"{a} {b}" for a in "vwxyz" for b in "vwxyz")
+POISONED = "Request failed during generation: a poisoned row"
 AMBIGUOUS = "\n".join(["root ::= x", *(f"{name} ::= {PAIRS} | [ab]" for name in "vwxyz")])  # more with each token
 
 
@@ -130,7 +161,7 @@ def test_only_what_is_wrong_with_the_server_is_an_error(server: LocalServer, stu
     ambiguous.params.decoding.grammar = AMBIGUOUS
     too_many = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")] * 513)
     for request, level, messages in (
-        (unary_request("!", 5), "ERROR", ["Request failed during generation", "single request: 0 tokens, ERROR"]),
+        (unary_request("!", 5), "ERROR", [f"single call failed: {POISONED}", "single request: 0 tokens, ERROR"]),
         (ambiguous, "INFO", ["single call failed: the grammar cannot be followed", "tokens, ERROR"]),
         (too_many, "INFO", ["batch call failed: requests has 513 inputs, at most 512 allowed"]),
     ):
@@ -138,7 +169,7 @@ def test_only_what_is_wrong_with_the_server_is_an_error(server: LocalServer, stu
             stub.Generate(request, metadata=metadata(messages[0]))
         entries = lines(server, messages[0], len(messages))
         assert [line["level"] for line in entries] == [level] * len(messages)
-        assert all(text in line["message"] for line, text in zip(entries, messages, strict=True))
+        assert all(line["message"].endswith(text) for line, text in zip(entries, messages, strict=True))
 
 
 def test_no_text_and_no_credentials_are_logged(server: LocalServer, stub: Stub) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tgis.frontend.stop_strings import MAX_GRAPHEME_LENGTH, StopStringMatcher
@@ -52,6 +52,7 @@ def partial_match(output: str, stops: list[str]) -> int:
     return next((n for n in lengths if any(s.startswith(output[-n:]) and len(s) > n for s in stops)), 0)
 
 
+@example((["ab", "x"], 2), ["ab", "abc"], False, False)
 @given(pieces_and_minimum, stop_sequences | wild_stop_sequences, st.booleans(), st.booleans())
 def test_equals_naive_search(output: tuple[list[str], int], stops: list[str], include: bool, hold: bool) -> None:
     pieces, minimum = output

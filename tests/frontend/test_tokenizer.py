@@ -9,8 +9,8 @@ import tokenizer_families as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_families import Families
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, processors
 
 from tgis.errors import InvalidRequest, StartError
 from tgis.frontend.tokenizer import EncodeOptions, Encoding, Tokenizer
@@ -113,9 +113,28 @@ def test_token_texts_are_raw_vocabulary(families: Families) -> None:
     texts = [tokenizer.token_text(i) for i in (2, 13, backend.get_vocab()["▁The"], 1 << 20)]
     assert texts == ["</s>", "<0x0A>", "▁The", ""]
     assert [i for i in range(300) if tokenizer.is_special(i)] == [0, 1, 2]
+    assert [tokenizer.special_token_id(text) for text in ("</s>", "▁The")] == [2, None]
     for family in zoo.FAMILIES:  # the highest id may be that of an added token
         backend, tokenizer = families(family)
         assert tokenizer.max_token_id == max(backend.get_vocab().values())
+
+
+def test_the_most_bytes_of_a_token_are_known_where_no_text_is_lost(tmp_path: Path) -> None:
+    level = pre_tokenizers.ByteLevel()
+
+    def most(*added: str | AddedToken, steps: Any = (level,), normalizer: Any = None, missing: str = "") -> int | None:
+        tokens = [*(set(level.alphabet()) - set(missing)), "ab", "abc"]
+        backend = Backend(models.BPE({token: n for n, token in enumerate(tokens)}, [("a", "b"), ("ab", "c")]))
+        backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Sequence([*steps]), normalizer
+        backend.add_tokens([*added])
+        return Tokenizer.load(zoo.write(tmp_path, backend.to_str()), workers=1).max_bytes_per_token
+
+    assert (most(), most("ééé")) == (3, 6)
+    losing = [pre_tokenizers.Whitespace(), pre_tokenizers.WhitespaceSplit(), pre_tokenizers.BertPreTokenizer()]
+    losing += [pre_tokenizers.CharDelimiterSplit("x"), pre_tokenizers.Split("x", "removed")]
+    assert [most(steps=[step, level]) for step in losing] == [None] * len(losing)
+    assert [most(AddedToken("x", lstrip=left, rstrip=not left)) for left in (False, True)] == [None] * 2
+    assert (most(normalizer=normalizers.NFC()), most(steps=()), most(missing="!")) == (None, None, None)
 
 
 def test_an_unknown_word_without_an_unknown_token_is_an_invalid_request(tmp_path: Path) -> None:

@@ -82,7 +82,10 @@ def test_values_at_the_bounds_are_valid(row: dict[str, Any]) -> None:
 
 
 def test_defaults_are_filled_in() -> None:
-    params = validated(Params.of({"min_p": 0.5, "top_k": 3}, temperature=0.0))
+    for asked, filled in ((0, (169, True)), (7, (7, False))):
+        params = validated(Params(fill_context=True, max_new_tokens=asked))
+        assert (params.max_new_tokens, params.fill_context) == filled
+    params = validated(Params.of({"min_p": 0.5, "top_k": 3, "top_p": 0.5, "typical_p": 0.5}, temperature=0.0))
     assert (params.max_new_tokens, params.include_stop_sequence) == (20, True)
     assert params.sampling == SamplingParams()  # greedy decoding has no use for filters
     assert validated(Params.of({"top_k": 3})).sampling == SamplingParams(temperature=1.0, top_k=3)
@@ -148,6 +151,7 @@ def test_an_input_that_can_never_run_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         request_of(row["length"], validated(params, changed), changed)
     assert (caught.value.field, str(caught.value)) == ("x", row["text"])
+    assert vars(caught.value).get("max_length", 200) == 200
 
 
 def test_outputs_of_one_input_count_up_from_its_seed() -> None:
@@ -164,3 +168,6 @@ def test_positions_of_encoder_and_decoder(decoder: int, positions: tuple[int, in
     request = request_of(10, validated(Params()), LIMITS, AdapterRef("p", 8, decoder, 1, 1))
     assert (request.soft_prompt_length, request.input_length) == (8, 10)
     assert (request.input_positions, request.output_positions) == positions
+    context = replace(LIMITS, default_max_new_tokens=None, max_positions=50)
+    filled = request_of(10, validated(Params(), context), context, AdapterRef("p", 8, decoder, 1, 1))
+    assert filled.output_positions == 50

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,9 +93,11 @@ threading.Event().wait()
     [
         (GetBatchState(), 'a message could not be handled: RuntimeError("can\'t start new thread")'),
         (Fatal("no message of this direction"), "a message could not be handled: ValidationError("),
+        (None, None),
     ],
 )
-def test_a_message_that_cannot_be_handled_or_read_ends_the_process(sent: msgspec.Struct, reason: str) -> None:
+def test_a_message_that_cannot_be_handled_or_read_ends_the_process(sent: ToEngine | Fatal | None, reason: Any) -> None:
+    """So does the end of the parent, without an error."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -104,6 +106,10 @@ def test_a_message_that_cannot_be_handled_or_read_ends_the_process(sent: msgspec
         ours.settimeout(60)
         reader = FrameReader(FromEngine)
         assert reader.feed(ours.recv(1 << 16)) == [Heartbeat(0, 0)]
+        if sent is None:
+            ours.shutdown(socket.SHUT_RDWR)
+            assert (child.communicate(timeout=60)[1], child.returncode) == ("", 0)
+            return
         ours.sendall(encode_frame(sent))
         (said,) = reader.feed(b"".join(iter(lambda: ours.recv(1 << 16), b"")))
         assert said.message.startswith(reason)

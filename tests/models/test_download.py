@@ -93,6 +93,7 @@ def test_what_the_hub_does_not_have(hub: FakeHub, fetch: Download, arguments: di
 def test_private_and_gated_models_need_a_token(hub: FakeHub, fetch: Download) -> None:
     hub.add("org/private", FILES, private=True)
     hub.add("org/gated", FILES, gated=True)
+    assert error_of(fetch, repo="org/gated", token="hf_other").endswith(TOKEN_HINT)
     for repo in ("org/private", "org/gated"):
         assert error_of(fetch, repo=repo).endswith(TOKEN_HINT)
         assert (fetch(repo=repo, token=TOKEN) / "model.safetensors").read_bytes() == WEIGHTS
@@ -101,7 +102,7 @@ def test_private_and_gated_models_need_a_token(hub: FakeHub, fetch: Download) ->
 
 def test_a_failing_hub(hub: FakeHub, fetch: Download) -> None:
     hub.fails = True
-    assert error_of(fetch).startswith(f"cannot download '{REPO}' from {hub.endpoint}: status 500: ")
+    assert error_of(fetch) == f"cannot download '{REPO}' from {hub.endpoint}: status 500: Internal Server Error"
 
 
 def test_offline(hub: FakeHub, fetch: Download, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tgis.errors import StartError
 from tgis.models import staging
 from tgis.models.convert import gguf
-from tgis.models.convert.fast_tokenizer import add_tokenizer, convert_here, ensure_tokenizer
+from tgis.models.convert.fast_tokenizer import _conversion_problem, add_tokenizer, convert_here, ensure_tokenizer
 from tgis.models.files import ModelFiles, find_model, special_tokens
 
 CHILD = staging.run_child
@@ -42,6 +42,7 @@ def test_converted_once(slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pyte
         first, second = pool.map(lambda _: ensure_tokenizer(slow_gpt2, tmp_path), range(2))
     assert first == second
     assert [path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()] == [first]
+    assert first.stat().st_mode & 0o777 == 0o755
     tokenizer = Tokenizer.from_file(str(first / "tokenizer.json"))
     assert tokenizer.encode("hello").tokens == ["hell", "o"]
     assert tokenizer.token_to_id(special_tokens(first)["eos_token"]) == 256 + 3  # after the bytes and the merges
@@ -63,6 +64,16 @@ def test_no_tokenizer_at_all(tmp_path: Path) -> None:
     assert str(caught.value).startswith(str(model.path))
     assert "\n" not in str(caught.value)
     assert not [path for path in (tmp_path / "cache" / "tokenizers").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "found"),
+    [(10, {"vocab": [0] * 5}, None), (10, {"vocab": [0] * 4}, "4 of 10"), (0, {}, "0 of 1"), ("x", None, "0 of 1")],
+)
+def test_half_of_a_vocabulary_is_missing(size: object, inner: object, found: str | None, tmp_path: Path) -> None:
+    write_model(tmp_path, tokenizer={"model": inner})
+    problem = found and f"vocabulary files are missing ({found} tokens found)"
+    assert _conversion_problem(ModelFiles(tmp_path, {"vocab_size": size}, {}), tmp_path) == problem
 
 
 def test_the_code_of_a_model_is_not_run(slow_gpt2: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

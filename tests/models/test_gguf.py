@@ -133,8 +133,13 @@ def test_files_beside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     write(tmp_path / "any.gguf", kind="rwkv", rope="yarn")
     make_config("Llama").save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "README.md").touch()
     convert_in_this_process(monkeypatch)
-    name = Path(gguf.ensure_directory(str(tmp_path), tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    name = Path(gguf.ensure_directory("any.gguf", tmp_path / "cache"))
+    made = {"config.json", "generation_config.json", "gguf_header.json", "model.gguf", "tokenizer.json"}
+    assert {path.name for path in name.iterdir()} <= made
+    assert (name / "model.gguf").resolve() == tmp_path / "any.gguf"
     assert find_model(str(name), None, None).config["vocab_size"] == make_config("Llama").vocab_size
     assert (name / "tokenizer.json").resolve() == tmp_path / "tokenizer.json"
     assert "quantization_config" not in (tmp_path / "config.json").read_text()

@@ -28,25 +28,7 @@ Deutsch: Größe, Straße, naïve café, cafe\u0301 n\u0303 a\u0308\u0323.  Ti�
 한국어: 안녕하세요 \u1112\u1161\u11ab\u1100\u1173\u11af
 emoji: 👨‍👩‍👧‍👦 👩🏽‍🚒 🇩🇪🇫🇷 ½ ① ﬁ
 code:\r\n    def f(x):\n\t\treturn x  # comment\n\n\n  </s> <s>strike</s> `x`  \n   """
-FIM = {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}
-QWEN2, OLD = {"pre": "qwen2", "bos_token_id": 151643, "add_bos_token": False}, {"pre": "default"}
-# family: the fields that converters write, and the ends
-FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "gpt2": ({"pre": "gpt-2", "bos_token_id": 50256, "eos_token_id": 50256}, {"<|endoftext|>"}),
-    "neox": ({"pre": "olmo", "eos_token_id": 0}, {"<|endoftext|>"}),
-    "mistral": (OLD | {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}, {"</s>"}),
-    "llama3": (
-        {"pre": "llama-bpe", "bos_token_id": 128000, "eos_token_id": 128009},
-        {"<|eot_id|>", "<|end_of_text|>"},  # the package has <|reserved_special_token_2|> for <|eom_id|>
-    ),
-    "qwen3": (QWEN2 | {"eos_token_id": 151645}, {"<|im_end|>", "<|endoftext|>"} | FIM),
-    "gemma3": (
-        OLD
-        | {"architecture": "gemma3", "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
-        | {"add_bos_token": True, "add_space_prefix": False},
-        {"<eos>", "<end_of_turn>"},
-    ),
-}
+FAMILIES: dict[str, Any] = tokenizer_families.TABLE["gguf"]
 
 
 @pytest.mark.slow
@@ -55,8 +37,7 @@ def test_ids_are_those_of_the_original(family: str, cache_dir: Path, tmp_path: P
     small = family in tokenizer_families.REAL
     text = tokenizer_families.description(family, cache_dir) if small else ""
     expected = Tokenizer.from_str(text or (directory(family, cache_dir) / "tokenizer.json").read_text())
-    fields, ends = FAMILIES[family]
-    write_tokenizer(tmp_path / "model.gguf", expected, **fields)
+    write_tokenizer(tmp_path / "model.gguf", expected, **FAMILIES[family]["fields"])
     gguf.convert_here(tmp_path)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     added = [token.content for token in expected.get_added_tokens_decoder().values()][:40]
@@ -66,7 +47,8 @@ def test_ids_are_those_of_the_original(family: str, cache_dir: Path, tmp_path: P
         assert made.encode(text).ids == ids
         assert made.decode(ids, skip_special_tokens=False) == expected.decode(ids, skip_special_tokens=False)
     assert made.get_vocab_size() == expected.get_vocab_size()
-    assert {made.id_to_token(index) for index in eos_token_ids(find_model(str(tmp_path), None, None))} == ends
+    ends = FAMILIES[family]["ends"]
+    assert {made.id_to_token(index) for index in eos_token_ids(find_model(str(tmp_path), None, None))} == {*ends}
 
 
 BYTES = sorted(ByteLevel.alphabet())

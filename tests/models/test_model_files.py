@@ -1,6 +1,8 @@
 """Finding models, and reading their configuration."""
 
+import errno
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import safetensors.numpy
 from model_directories import write_model
 from tables import table
 
-from tgis.errors import StartError
+from tgis.errors import GrammarError, OptionError, StartError, file_errors, library_errors
 from tgis.models import files, staging
 from tgis.models.convert.weights import ensure_weights
 from tgis.models.files import ModelFiles, eos_token_ids, find_model, find_weights
@@ -94,7 +96,7 @@ def test_no_config(tmp_path: Path, hub: Path) -> None:
 
 BROKEN = {
     "is not valid JSON": [b"", b"\xff\xfe\xfd", b'{"a":' * 100_000],
-    "does not hold a JSON object": [b"[1]"],
+    "does not hold a JSON object": [b"[1]", b"3"],
     "has more than 600000 bytes": [b"{" + b" " * 600_000],
 }
 
@@ -158,6 +160,26 @@ def test_eos_ids(row: dict[str, Any], tmp_path: Path) -> None:
     assert eos_token_ids(ModelFiles(tmp_path, row["config"], row["generation"])) == tuple(row["expected"])
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("a\n b"), StartError, "x /f: a b"),
+        (KeyError("k"), OptionError, "x /f: KeyError: 'k'"),
+        (ImportError("no module"), StartError, "x /f: no module"),
+        (ValueError("y" * 300), StartError, "x /f: " + "y" * 200),
+        (GrammarError("of ours"), GrammarError, "of ours"),
+        (OSError("odd"), OptionError, "x /f: odd"),
+        (OSError(errno.EIO, "broken", "/f"), StartError, "x /f: broken"),
+        (OSError(errno.EIO, "broken", "/g"), StartError, "x /f: broken (/g)"),
+    ],
+)
+def test_errors_of_others_are_one_line(error: Exception, kind: type[Exception], text: str) -> None:
+    named: Any = kind if issubclass(kind, StartError) else StartError
+    with pytest.raises(kind) as caught, (file_errors if isinstance(error, OSError) else library_errors)("x /f", named):
+        raise error
+    assert (type(caught.value), str(caught.value)) == (kind, text)
+
+
 @pytest.mark.parametrize("value", ["2", 2.0, True, [1, None], [[2]]])
 def test_eos_ids_of_the_wrong_type(tmp_path: Path, value: object) -> None:
     with pytest.raises(StartError, match=r"^config\.json: eos_token_id must be an integer or a list"):
@@ -173,11 +195,41 @@ def test_eos_ids_of_the_wrong_type(tmp_path: Path, value: object) -> None:
         ("raise ValueError('first\\nlast\\n\\n')", "last"),
         ("raise SystemExit(3)", "exit code 3"),
         ("import os; os.abort()", "killed by SIGABRT"),
+        ("import os; os.write(2, b'\\xff'); os._exit(3)", "\ufffd"),
         ("raise SystemExit('x' * 10000)", "x" * staging.MAX_REASON_LENGTH),
     ],
 )
 def test_the_reason_of_a_child_is_one_line(code: str, reason: str | None) -> None:
     assert staging.run_child([sys.executable, "-c", code], 60) == reason
+
+
+def test_what_identifies_files(tmp_path: Path) -> None:
+    keys = set[str]()
+    for folder, content, time, other in (
+        *[("a", "x", 1, ""), ("b", "x", 1, ""), ("b", "xx", 1, ""), ("b", "xx", 2, ""), ("b", "xx", 2, "v2")],
+    ):
+        (file := tmp_path / folder / "file").parent.mkdir(exist_ok=True)
+        file.write_text(content)
+        os.utime(file, ns=(time, time))
+        (second := tmp_path / folder / "second").touch()
+        keys.add(staging.files_key([file, second], other))
+        assert staging.files_key([second, file], other) in keys
+    assert len(keys) == 5
+
+
+def test_the_config_files_of_a_model_replace_others(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "made"
+    (source / "folder.json").mkdir(parents=True)
+    made.mkdir()
+    for name in ("config.json", "tokenizer.model", "chat.jinja", "model.safetensors.index.json", "model.bin"):
+        (source / name).write_text("old")
+    for name in ("config.json", "model.safetensors", "extra.txt"):
+        (made / name).write_text("new")
+        (made / name).chmod(0o600)
+    staging.replace_config_files(source, made, ("config.json", "*.safetensors*"))
+    found = {path.name: (path.read_text(), path.stat().st_mode & 0o777) for path in made.iterdir()}
+    kept, added = ("config.json", "model.safetensors"), ("tokenizer.model", "chat.jinja")
+    assert found == dict.fromkeys(kept, ("new", 0o644)) | dict.fromkeys(added, ("old", 0o644))
 
 
 def test_a_child_that_does_not_end_is_killed() -> None:

@@ -135,8 +135,9 @@ def test_auto_round_is_asked_and_all_else_is_the_models(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     save_file({"w": torch.zeros(1)}, model / "model.safetensors")
     (tmp_path / "texts").write_text("some text " * 8)
-    out, options = tmp_path / "out", ["--calibration", str(tmp_path / "texts"), "--iterations", "7"] * calibrated
-    code, shown, _ = run(model, out, capsys, "--format", "awq", *options)
+    texts = ["--format", "awq", "--calibration", str(tmp_path / "texts"), "--iterations", "7"]
+    out, options = tmp_path / "out", texts if calibrated else ["--bits", "8"]
+    code, shown, _ = run(model, out, capsys, *options)
     assert (code, shown) == (0, f"{out}\n")
     weights = out / "model.safetensors"
     assert (weights.read_bytes(), weights.stat().st_mode & 0o777) == (b"", 0o644)
@@ -145,5 +146,6 @@ def test_auto_round_is_asked_and_all_else_is_the_models(
     how = {"iters": 0, "nsamples": 0, "disable_opt_rtn": True}
     if calibrated:
         how = {"iters": 7, "nsamples": len(samples), "seqlen": 80, "batch_size": 4, "not_use_best_mse": True}
-    what = {"scheme": (4, 32, False, "int", {"act_bits": 16}), "layer_config": {"layers.1": {"bits": 16}}}
+    scheme = (4, 32, False) if calibrated else (8, -1, True)
+    what = {"scheme": (*scheme, "int", {"act_bits": 16}), "layer_config": {"layers.1": {"bits": 16}}}
     assert (len(samples), asked) == (calibrated, what | how | {"enable_torch_compile": False})

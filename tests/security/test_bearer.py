@@ -85,6 +85,7 @@ def test_a_changed_file_is_reloaded_and_an_unusable_one_is_tried_again(
     path.write_text("old")
     tokens = TokenFile(path, lambda: next(seconds))
     assert tokens.accepts("old")
+    caplog.set_level("INFO")
     path.write_text("newer\n")
     assert (tokens.accepts("newer"), tokens.accepts("old")) == (True, False)
     path.write_text("# nothing any more, by mistake\n")
@@ -95,6 +96,7 @@ def test_a_changed_file_is_reloaded_and_an_unusable_one_is_tried_again(
         assert [tokens.accepts("newer"), tokens.accepts("newer")] == [True, True]
     assert tokens.accepts("newest")
     assert sum("Too many open files" in text for text in caplog.messages) == 2
+    assert caplog.messages.count(f"reloaded {path}") == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"# only this\n\n", b"\xff\xfe"])
@@ -144,4 +146,5 @@ def test_tokens_and_certificates_make_identities() -> None:
     assert len(set(found)) == len(callers)
     assert b"" not in found
     assert found[-1] == caller_identity(Context("", b"what only OpenSSL can read\n"), bearer_auth=True)
+    callers[2].certificate = make_pair().cert  # renewed, with the same names
     assert found == [caller_identity(caller, bearer_auth=True) for caller in callers]

@@ -85,6 +85,10 @@ def test_the_expiry_is_of_the_certificates_in_use(secret: Secret, caplog: pytest
             assert f"--tls-{'key' if key != chain.key else 'cert'}-path" in caplog.text
             assert "PRIVATE KEY" not in caplog.text
     assert certificates.expiry["server"] == expires(secret.authority)
+    secret.publish(secret.pair.cert, secret.pair.key)
+    Path(secret.files(mutual=True).client_ca or "").write_bytes((other := make_pair(days=9)).cert)
+    clock.next_check()
+    assert certificates.expiry == {"server": expires(secret.pair), "client_ca": expires(other)}
 
 
 def test_an_expired_certificate_is_a_warning(secret: Secret, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         found = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+)(?:/(revision|tree|resolve)/(.+))?", path)
         repo = self.hub.repos.get(found[1]) if found else None
-        if token not in ("", TOKEN):
+        if token not in ("", TOKEN, "hf_other"):
             return self._fail(401, "", "Invalid credentials in Authorization header")
         if found is None or repo is None or (repo.private and not token):
             return self._fail(404 if token else 401, "RepoNotFound", "Repository not found")
@@ -93,8 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def _resolve(self, repo: Repo, commit: str, name: str, token: str) -> None:
-        if repo.gated and not token:
-            return self._fail(401, "GatedRepo", "Access to this model is restricted.")
+        if repo.gated and token != TOKEN:
+            return self._fail(403 if token else 401, "GatedRepo", "Access to this model is restricted.")
         if self.hub.fails:
             return self._fail(500)
         content = repo.commits[commit].get(name)

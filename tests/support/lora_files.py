@@ -5,7 +5,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import yaml
 from prompt_files import BIN, CONFIG, SAFETENSORS, Files, pt
+from repository import REPOSITORY
 
 LINEARS = {"model.layers.0.q_proj": (16, 24), "model.layers.0.up_proj": (16, 40), "model.layers.1.q_proj": (16, 24)}
 RANK = 4
@@ -48,21 +50,7 @@ def without_tensor(layer: str, side: str) -> Files:
     return lora({name: tensor for name, tensor in matrices().items() if name != key(layer, side)})
 
 
-UNSUPPORTED: dict[str, Any] = {
-    "use_dora": True,
-    "lora_bias": True,
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": [1, 2],
-    "target_parameters": ["mlp.experts.gate_up_proj"],
-    "layer_replication": [[0, 4], [2, 5]],
-    "alora_invocation_tokens": [3],
-    "use_qalora": True,
-    "use_bdlora": {"nblocks": 2},
-    "arrow_config": {"top_k": 2},
-    "kasa_config": {"beta": 1},
-    "monteclora_config": {"a": 1},
-    "megatron_config": {"a": 1},
-}
+UNSUPPORTED: dict[str, Any] = yaml.safe_load((REPOSITORY / "tests/golden/lora.yaml").read_text())["unsupported"]
 FILE = f"{SAFETENSORS}: {Q}"
 BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
     **{

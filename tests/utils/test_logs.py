@@ -5,6 +5,7 @@ import contextvars
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,20 +36,21 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Lines:
 def test_a_text_line(lines: Lines) -> None:
     logs.configure(level="info", json_output=False)
     assert [stream.fileno() for stream in logs._streams] == [1, 2]
-    logging.getLogger("tgis.x").info("took %d ms", 3, extra={"rows": 2, "model": "a b"})
+    extra = {"rows": 0, "model": "a b", "pair": "a=b", "empty": ""}
+    logging.getLogger("tgis.x").info("took %d ms\n", 3, extra=extra)
     time, _, rest = lines()[0].partition(" ")
-    assert time.endswith("Z")
-    assert rest == "INFO    tgis.x: took 3 ms rows=2 model='a b'"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", time)
+    assert rest == r"INFO    tgis.x: took 3 ms\n rows=0 model='a b' pair='a=b' empty=''"
 
 
 def test_a_json_line(lines: Lines) -> None:
     logs.configure(level="info", json_output=True, process="engine")
-    extra = {"rows": 2, "rate": float("nan"), "path": Path("/a")}
+    extra = {"rows": 2, "rate": float("nan"), "limit": float("inf"), "path": Path("/a"), "level": "forged"}
     logging.getLogger("tgis.x").warning("über %s", "é\ud800", extra=extra)
     line = json.loads(lines()[0], parse_constant=pytest.fail)
     assert line.pop("time").endswith("Z")
     expected = {"level": "WARNING", "logger": "tgis.x", "message": "über é\ud800", "process": "engine"}
-    assert line == expected | {"rows": 2, "rate": "nan", "path": "/a"}
+    assert line == expected | {"rows": 2, "rate": "nan", "limit": "inf", "path": "/a"}
 
 
 @pytest.mark.parametrize("json_output", [False, True])
@@ -59,6 +61,7 @@ def test_hostile_text_stays_on_one_line(lines: Lines, json_output: bool) -> None
         logging.getLogger("tgis").info(hostile, extra={"fact": hostile})
     (line,) = lines()
     assert (line.isprintable(), "forged" in line, len(line) < 1000) == (True, True, True)
+    assert logs.correlation_id() is None
 
 
 def test_a_correlation_id_belongs_to_its_task(lines: Lines) -> None:
@@ -93,16 +96,16 @@ def test_a_traceback_is_indented_text_or_one_field(lines: Lines) -> None:
 @pytest.mark.parametrize(
     ("level", "heard"),
     [
-        ("debug", "debug info error"),
-        ("warn", "error"),
-        ("error", "error"),
+        ("debug", "debug info error critical"),
+        ("warn", "error critical"),
+        ("ERROR", "error critical"),
         ("off", ""),
-        ("info,tower=warn", "info error"),  # unknown
+        ("info,tower=warn", "info error critical"),  # unknown
     ],
 )
 def test_levels(lines: Lines, level: str, heard: str) -> None:
     logs.configure(level=level, json_output=False)
-    for name in ("debug", "info", "error"):
+    for name in ("debug", "info", "error", "critical"):
         logging.getLogger("tgis.x").log(logs.LEVELS[name], name)
     assert " ".join(line.rpartition(" ")[2] for line in lines()) == heard
 
@@ -128,6 +131,8 @@ def test_stderr_is_written_in_order_and_in_full(capfd: pytest.CaptureFixture[str
     logs.stop()
     assert capfd.readouterr().err == "one \\ud800\ntwo\n"
     assert not any(stream._thread.is_alive() for stream in logs._streams)
+    logs._streams[0].num_dropped, logs._streams[1].num_dropped = 2, 3
+    assert logs.num_dropped_lines() == 5
 
 
 def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> None:
@@ -141,8 +146,8 @@ def test_the_termination_log_is_written_only_if_it_exists(tmp_path: Path) -> Non
 
 
 def test_sizes_have_three_digits() -> None:
-    shown = [logs.format_bytes(size) for size in (0, 999, 1000, 1536, 5 << 20)]
-    assert shown == ["0 bytes", "999 bytes", "0.977 KiB", "1.5 KiB", "5 MiB"]
+    shown = [logs.format_bytes(size) for size in (0, 999, 1000, 1536, 5 << 20, 1 << 40)]
+    assert shown == ["0 bytes", "999 bytes", "0.977 KiB", "1.5 KiB", "5 MiB", "1.02e+03 GiB"]
 
 
 @pytest.fixture

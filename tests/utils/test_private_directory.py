@@ -45,7 +45,8 @@ def test_what_belongs_to_others_is_refused(tmp_path: Path, whose: str) -> None:
 @only_root
 @pytest.mark.usefixtures("as_user")
 def test_directories_of_this_user_and_of_group_0_are_accepted(tmp_path: Path) -> None:
-    assert refusal_of(make(tmp_path / "cache", 0o775, US, US)) is None
+    (tmp_path / "link").symlink_to(make(tmp_path / "cache", 0o775, US, US))
+    assert refusal_of(tmp_path / "link") is None
     assert refusal_of(make(tmp_path / "cache", 0o775, uid=1001, gid=0)) is None
     assert refusal_of(make(tmp_path / "cache", 0o775, uid=1001, gid=1001)) is not None
 

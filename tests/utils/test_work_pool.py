@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from harness import run_async
 
-from tgis.utils.thread_pool import INLINE_SIZE, WorkPool
+from tgis.utils.thread_pool import INLINE_SIZE, LARGE_SIZE, WorkPool
 
 LARGE = INLINE_SIZE + 1
 
@@ -57,15 +57,17 @@ async def test_small_work_runs_inline(pool: WorkPool) -> None:
     busy = asyncio.create_task(pool.run(LARGE, partial(gate.wait, 20)))
     await asyncio.sleep(0)
     assert await pool.run(INLINE_SIZE, threading.get_ident) == threading.get_ident()
+    assert await pool.run(LARGE_SIZE, threading.get_ident) != threading.get_ident()  # not behind smaller work
     gate.set()
     assert await busy
 
 
+@pytest.mark.parametrize("size", [LARGE, LARGE_SIZE])
 @run_async
-async def test_closing_drops_queued_jobs_and_waits_for_none(pool: WorkPool) -> None:
+async def test_closing_drops_queued_jobs_and_waits_for_none(pool: WorkPool, size: int) -> None:
     gate, started = threading.Event(), threading.Barrier(2)
-    running = asyncio.create_task(pool.run(LARGE, lambda: (started.wait(10), gate.wait())))
-    queued = asyncio.create_task(pool.run(LARGE, partial(gate.wait, 20)))
+    running = asyncio.create_task(pool.run(size, lambda: (started.wait(10), gate.wait())))
+    queued = asyncio.create_task(pool.run(size, partial(gate.wait, 20)))
     await asyncio.sleep(0)
     started.wait(10)
     pool.close()

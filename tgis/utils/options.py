@@ -294,7 +294,7 @@ def make_parser(prog: str, options: Sequence[Option], renamed_flags: Mapping[str
 def _help(opt: Option) -> str:
     variables = ", ".join(opt.variables)
     default = "required" if opt.required else f"default: {opt.shown_default}"
-    return f"{opt.help_text} [env: {variables}] [{default}]".replace("%", "%%")
+    return f"{opt.help_text} [env: {variables}] [{default}]"
 
 
 def flag_name(name: str) -> str:

@@ -12,23 +12,15 @@ from tgis.api.http.responses import NO_STORE
 _COMPRESSED_IN_THREAD = 4096  # bytes
 
 
-class Probes:
-    """`unhealthy_reason` is None while healthy, `scrape` returns the metrics as text."""
+class Health:
+    """`unhealthy_reason` is None while healthy."""
 
-    def __init__(self, unhealthy_reason: Callable[[], str | None], scrape: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, unhealthy_reason: Callable[[], str | None]) -> None:
         self._unhealthy_reason = unhealthy_reason
-        self._scrape = scrape
-        self._scraping = asyncio.Lock()
-        self._scraped_at = -1.0
-        self._last_scrape = b""
 
     def health_routes(self) -> list[web.RouteDef]:
         """Routes of health checks, also on the ports of the APIs; TGI clients ask `/`."""
         return [*(web.get(path, self.health) for path in ("/", "/health", "/ping")), web.post("/ping", self.health)]
-
-    def routes(self) -> list[web.RouteDef]:
-        """Routes of the port for probes."""
-        return [*self.health_routes(), web.get("/metrics", self._metrics)]
 
     async def health(self, request: web.Request) -> web.Response:
         """Browsers at `/` are sent to `/ui` if this port has it."""
@@ -39,6 +31,21 @@ class Probes:
         if reason is None:
             return web.Response()
         return web.json_response({"error": reason, "error_type": "healthcheck"}, status=503)
+
+
+class Probes(Health):
+    """Health, and the metrics: `scrape` returns them as text."""
+
+    def __init__(self, unhealthy_reason: Callable[[], str | None], scrape: Callable[[], Awaitable[bytes]]) -> None:
+        super().__init__(unhealthy_reason)
+        self._scrape = scrape
+        self._scraping = asyncio.Lock()
+        self._scraped_at = -1.0
+        self._last_scrape = b""
+
+    def routes(self) -> list[web.RouteDef]:
+        """Routes of the port for probes."""
+        return [*self.health_routes(), web.get("/metrics", self._metrics)]
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         text = await self._fresh_scrape()
