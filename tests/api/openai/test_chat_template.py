@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, load_template, write_template
+from tables import table
 from transformers import PreTrainedTokenizerFast
 
 from demo.fake_model import make_fake_model
@@ -86,6 +87,13 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     directory = model(tmp_path, HERMES)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }} {{ thinking }}")
     assert rendered(directory, [USER], thinking=False) == f"{USER['content']} False"
+
+
+@table("parameters", "template variables")
+def test_fields_of_a_request_are_variables_of_a_template(row: dict[str, Any], tmp_path: Path) -> None:
+    template = load_template(model(tmp_path, "{{ tools }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"))
+    body = msgspec.convert({"messages": [USER]} | row["body"], ChatCompletionRequest)
+    assert render(template, body) == row["prompt"]
 
 
 def test_tools_have_their_own_template(tmp_path: Path) -> None:
