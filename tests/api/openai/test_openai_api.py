@@ -125,10 +125,11 @@ def test_several_prompts_of_token_ids(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == ["abab", "abab", "#", "#"]
     assert answer.usage
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 * 4 + 2 * 2)
-    chunks = list(client.completions.create(**params, echo=True, stream=True))
+    chunks = list(client.completions.create(**params, echo=True, logprobs=0, stream=True))
     for choice, prompt in zip(answer.choices, ["ab", "ab", "#</s>#", "#</s>#"], strict=True):
         mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
         assert "".join(part.text for part in mine) == prompt + choice.text
+        assert "".join(token for part in mine for token in part.logprobs.tokens).startswith(prompt + choice.text)
         assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
 
 

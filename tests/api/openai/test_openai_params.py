@@ -206,7 +206,8 @@ async def test_models_have_names(path: str) -> None:
 async def test_limits_of_tgi_are_not_those_of_this_api() -> None:
     stops = [f"<{number}>" for number in range(100)]
     outputs = [output(index=index, reason="MAX_TOKENS") for index in range(20)]
-    answer = await ask(COMPLETIONS, {"prompt": ["p"] * 20, "stop": stops, "max_tokens": -1}, *outputs)
+    most = {"max_tokens": -1, "seed": 2**64 - 1, "truncate_prompt_tokens": 2**32 - 1}
+    answer = await ask(COMPLETIONS, {"prompt": ["p"] * 20, "stop": stops, **most}, *outputs)
     assert answer.call is not None
     assert (answer.status, len(answer.call.texts), len(answer.call.params.stop_sequences)) == (200, 20, 100)
     assert answer.call.params.fill_context

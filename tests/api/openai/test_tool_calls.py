@@ -35,9 +35,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
 
 
-TYPES: dict[str, Any] = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+TEXT: Any = {"type": "string"}
+TYPES: Any = {"a": {"type": "integer"}, "b": {"anyOf": [TEXT, {"type": "null"}]}, "d": {"anyOf": True, "type": [[]]}}
+TYPES |= {"e": True, "f": TEXT, "g": {"oneOf": [{"type": ["string"]}]}}
 TOOLS: dict[str, Any] = {"w": {}, "x": None, "now": {"type": "object"}, "get-w": {}, "function": None}  # offered
-TYPES |= {"d": {"anyOf": True, "type": [[]]}, "e": True, "f": {"type": "string"}, "g": {"oneOf": [{"type": ["string"]}]}}
 TOOLS["s"] = {"properties": TYPES}
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
 
