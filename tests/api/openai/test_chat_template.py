@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.chat import render
 from tgis.api.openai.chat_template import ChatTemplate
 from tgis.api.openai.template_process import TemplateError, TemplateProcess
-from tgis.errors import InvalidRequest, StartError
+from tgis.errors import InvalidRequest, StartError, Unavailable
 
 USER = {"role": "user", "content": "What's <b>the</b> weather in Köln? "}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "id": "a1B2c3D4e", "function": {}}]}
@@ -108,6 +109,9 @@ def test_tools_have_their_own_template(tmp_path: Path) -> None:
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% if %}", "Expected an expression"),
+        ("{{ raise_exception('x' * 300) }}", "applied: x{200}$"),
+        ("{{ ('%(' ~ messages[0].content ~ ')s') % {} }}", "applied: KeyError$"),
+        ("{{ ''.index(messages[0].content) }}", "applied: ValueError$"),
     ],
 )
 def test_what_a_template_says_is_an_error_of_the_request(template: str, said: str, tmp_path: Path) -> None:
@@ -188,6 +192,9 @@ def test_one_that_does_not_end_or_takes_too_much_memory_fails_alone(template: st
             loaded.render([USER])
         assert loaded.render([{"role": "user", "content": "ok"}]) == "ok"
         assert os.getpgid(process._process.pid) == process._process.pid  # Ctrl-C in a terminal does not end it
+    with pytest.raises(Unavailable, match="shutting down"):
+        loaded.render([USER])
+    assert process._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("template", [7, [{"name": "default"}], [{"name": "rag", "template": "x"}]])

@@ -155,7 +155,10 @@ def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_toke
 
 def test_models(client: openai.OpenAI) -> None:
     first, second = client.models.list().data
-    assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
+    model = {"created": first.created, "owned_by": "tgis", "max_model_len": MAX_LENGTH, "object": "model"}
+    assert first.model_dump() == model | {"id": NAME, "parent": None}
+    assert second.model_dump() == model | {"id": "tuned/one", "parent": NAME}
+    assert first.created > 1.7e9  # in seconds of UTC
     assert client.models.retrieve("tuned/one") == second
     with pytest.raises(openai.NotFoundError, match="`two\nlines` does not exist"):
         client.models.retrieve("two\nlines")

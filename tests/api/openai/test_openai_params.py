@@ -166,19 +166,22 @@ def read(reader: RequestReader, **fields: Any) -> tuple[CompletionRequest, int]:
 def test_unknown_fields_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     reader = RequestReader({})
     for _ in range(2):
-        assert read(reader, user="me", mystery={"x": 1}, **{"no identifier\n": 2})[1] == 2
-    assert caplog.messages == ["requests have the field mystery, which is unknown here and has no effect"]
+        assert read(reader, user="me", mystery={"x": 1}, **{"no identifier\n": 2, "x" * 64: 3, "y" * 65: 4})[1] == 4
+    said = [
+        f"requests have the field {name}, which is unknown here and has no effect" for name in ("mystery", "x" * 64)
+    ]
+    assert caplog.messages == said
     assert read(reader, **{f"field_{number}": 1 for number in range(50_000)})[1] == 99  # looked at as far as 100
-    assert len(caplog.messages) <= 100
+    assert len(caplog.messages) == 100
 
 
 def test_the_model_has_defaults_of_sampling(caplog: pytest.LogCaptureFixture) -> None:
-    body, _ = read(RequestReader({"temperature": 0.5, "top_k": 7, "other": 1}), top_k=3)
-    assert (body.temperature, body.top_k, body.top_p) == (0.5, 3, None)
-    assert caplog.messages == []
-    body, _ = read(RequestReader({"temperature": -1, "top_k": 7}))
-    assert (body.temperature, body.top_k) == (None, None)
-    assert "no sampling defaults" in caplog.text
+    body, _ = read(RequestReader({"temperature": "0", "top_k": -1, "top_p": 1, "min_p": 1, "other": 1}), temperature=3)
+    assert (body.temperature, body.top_k, body.top_p, body.min_p, body.seed) == (3, -1, 1, 1, None)
+    assert (read(RequestReader({"temperature": "0"}))[0].temperature, caplog.messages) == (0, [])
+    for wrong in ({"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1.1}, {"min_p": -1}):
+        body, _ = read(RequestReader(wrong | {"repetition_penalty": 2}))
+        assert (body.repetition_penalty, "no sampling defaults" in caplog.messages.pop()) == (None, True)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -192,14 +195,14 @@ async def test_models_have_names(path: str) -> None:
         "b": 200,
         "org/m": 200,
         "gpt-4": 404,
-        "M": 404,
+        "M" * 99: 404,
     }.items():
         body, served = USER | {"prompt": "p", "model": name}, ("a", "b")
         answer = await ask(path, body, ANSWER, model_name="org/m", served_model_name=served)
         assert (answer.status, answer.body.get("model")) == (status, "a" if status == 200 else None), name
         if status == 404:
             error = answer.body["error"]
-            assert (error["message"], error["code"]) == (f"The model `{name}` does not exist.", "model_not_found")
+            assert (error["message"], error["code"]) == (f"The model `{name:.40}` does not exist.", "model_not_found")
 
 
 @run_async

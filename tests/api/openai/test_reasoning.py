@@ -18,7 +18,7 @@ from tables import table
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.grammars import GrammarMarks
-from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
+from tgis.api.openai.reasoning import COMMAND, HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HARMONY as HARMONY_CALLS
@@ -27,6 +27,7 @@ from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 
+CHAT = "/v1/chat/completions"
 FORMATS = list(dict.fromkeys(REASONING_FORMATS.values()))
 CALL = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -139,8 +140,8 @@ async def test_answers_have_thoughts_and_their_tokens(stream: bool, monkeypatch:
     if not stream:
         outputs = [output("".join(texts), stop_reason="EOS_TOKEN", generated_token_count=700)]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "w"}}], "stream": stream}
-    body["stream_options"] = {"include_usage": True}
-    answer = await ask("/v1/chat/completions", body, *outputs, reasoning=THINK)
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await ask(CHAT, body, *outputs, reasoning=THINK)
     parts = [choice for event in answer.body[:-1] for choice in event["choices"]] if stream else answer.body["choices"]
     deltas = [part["delta" if stream else "message"] for part in parts]
     for name in ("reasoning", "reasoning_content"):
@@ -150,6 +151,30 @@ async def test_answers_have_thoughts_and_their_tokens(stream: bool, monkeypatch:
     assert json.loads("".join(call["arguments"] for call in calls)) == {"a": 1}
     usage = (answer.body[-2] if stream else answer.body)["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+    assert not stream or "completion_tokens_details" not in answer.body[0]["usage"]
     assert threading.current_thread() not in threads
     assert answer.call is not None
     assert answer.call.params.skip_special_tokens is False
+
+
+@pytest.mark.parametrize("tools", [[], [{"function": {"name": "w"}}]])
+@run_async
+async def test_thoughts_that_the_prompt_begins(tools: list[Any]) -> None:
+    """The mark before an answer is written once: behind the thought, or in the grammar of an answer or calls."""
+    body = {"messages": [{"role": "user", "content": "x" + COMMAND.begin}], "tools": tools}
+    made = output(f"Hm{COMMAND.end}", stop_reason="EOS_TOKEN", generated_token_count=9)
+    answer = await ask(CHAT, body | {"response_format": {"type": "json_object"}}, made, reasoning=COMMAND)
+    assert answer.body["choices"][0]["message"] | {"reasoning": "Hm"} == {
+        "content": None,
+        "role": "assistant",
+        "refusal": None,
+        "reasoning": "Hm",
+        "reasoning_content": "Hm",
+    }
+    assert answer.body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert answer.call is not None
+    grammar = answer.call.params.grammar
+    assert grammar is not None
+    assert answer.call.params.skip_special_tokens is False
+    assert [part.count("START_RESPONSE") for part in (grammar.after_thought, grammar.text)] == [not tools, len(tools)]
+    assert not tools or '{"type":"object"}' in grammar.text
