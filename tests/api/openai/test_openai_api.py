@@ -197,7 +197,7 @@ def test_routes_of_vllm(server: LocalServer) -> None:
     assert server.post("/chat/completions", chats | {"max_tokens": "1"})[0] == 200
     models = json.loads(server.get("/models")[1])["data"]
     common = {"created": min(1e10, max(models[0]["created"], 1.7e9)), "owned_by": "tgis", "max_model_len": MAX_LENGTH}
-    named = [{"id": NAME, "parent": None}, {"id": "tuned/one", "parent": NAME}]
+    named: Any = [{"id": NAME, "parent": None}, {"id": "tuned/one", "parent": NAME}]
     assert models == [common | {"object": "model"} | names for names in named]
     assert json.loads(server.get("/load")[1]) == {"server_load": 0}
     assert json.loads(server.get("/version")[1]) == {"version": __version__}
