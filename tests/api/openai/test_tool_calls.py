@@ -155,10 +155,8 @@ HOSTILE = [
     "[",
     "x",
     '{{"name": "rm"',
-    "w(a='",
-    "<function=w><parameter=a>",
-    "w<arg_key>a</arg_key>",
 ]
+HOSTILE += ["w(a='", "<function=w><parameter=a>", "w<arg_key>a</arg_key>"]
 
 
 def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
