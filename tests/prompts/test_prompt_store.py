@@ -14,7 +14,8 @@ from prompt_files import CONFIG, DECODER, ENCODER, KEY, SAFETENSORS, Files, matr
 
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem
+from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterStoreOptions
+from tgis.prompts import catalog as catalog_module
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
@@ -139,6 +140,23 @@ def test_missing_adapters_are_not_found(store: AdapterStore, root: Path) -> None
     write(root / "nested", {"README": b"hello"})
     for name in ("absent", "good/absent", "nested", "x" * 512, "x/" * 200):
         assert refused(store, name).problem == AdapterProblem.NOT_FOUND, name
+
+
+def test_the_catalog_lists_what_may_be_an_adapter(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In up to four nested directories, none of them hidden; and modules, whatever their directories have."""
+    for name in ("a/b/c/d/e", "a/b/c/d", "c-1", ".hidden/x"):
+        write(root / name, {prompt_files.BIN: b""})
+    write(root / "empty", {"README": b"hello"})
+    (root / "alias").symlink_to(root / "a")
+    options = AdapterStoreOptions(str(root), 1, 8, {"b.v1": str(tmp_path)})
+    catalog = catalog_module.AdapterCatalog(options)
+    assert catalog.ids() == ["a/b/c/d", "b.v1", "c-1", "good"]
+    assert [name for name in ("a/b/c/d/e", "b.v1", "alias/b/c/d", "empty", "absent") if not catalog.has(name)] == [
+        "empty",
+        "absent",
+    ]
+    monkeypatch.setattr(catalog_module, "MAX_LISTED", 2)
+    assert [catalog.ids(), catalog_module.AdapterCatalog(None).ids()] == [["b.v1", "c-1"], []]
 
 
 def test_hits_return_the_same_object_and_any_change_is_noticed(store: AdapterStore, root: Path) -> None:
