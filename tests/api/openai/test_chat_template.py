@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from chat_templates import HERMES, LAST_MESSAGE, MISTRAL, TEMPLATES, load_template, write_template
+from chat_templates import HERMES, LAST_MESSAGE, TEMPLATES, load_template, write_template
 from tables import table
 from transformers import PreTrainedTokenizerFast
 
@@ -60,19 +60,9 @@ def test_prompts_are_those_of_transformers(name: str, chat: str, tools: Any, tmp
     assert rendered(directory, CHATS[chat], tools) == expected
 
 
-@pytest.mark.parametrize(
-    ("role", "add", "continues", "expected"),
-    [
-        ("user", None, None, "x|>"),
-        ("user", False, None, "x|"),
-        ("user", None, True, "x"),
-        ("assistant", None, None, "x"),
-        ("assistant", True, None, "x|>"),
-        ("assistant", False, None, "x|"),
-        ("assistant", False, True, "x"),
-    ],
-)
-def test_an_answer_begins_or_continues(role: str, add: Any, continues: Any, expected: str, tmp_path: Path) -> None:
+@table("templates", "generation prompts")
+def test_an_answer_begins_or_continues(row: dict[str, Any], tmp_path: Path) -> None:
+    role, add, continues, expected = (row[name] for name in ("role", "add", "continues", "expected"))
     template, messages = load_template(model(tmp_path, LAST_MESSAGE)), [{"role": role, "content": "x"}]
     flags = {"add_generation_prompt": add, "continue_final_message": continues}
     assert template.render(messages, None, {"marks": expected != "x"}, **flags) == expected
@@ -88,7 +78,7 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     assert rendered(directory, [USER], thinking=False) == f"{USER['content']} False"
 
 
-@table("parameters", "template variables")
+@table("templates", "variables")
 def test_fields_of_a_request_are_variables_of_a_template(row: dict[str, Any], tmp_path: Path) -> None:
     template = load_template(model(tmp_path, "{{ tools }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"))
     body = msgspec.convert({"messages": [USER]} | row["body"], ChatCompletionRequest)
@@ -101,22 +91,10 @@ def test_tools_have_their_own_template(tmp_path: Path) -> None:
     assert rendered(tmp_path, [USER]) == "no tools"
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (MISTRAL, "Only user, assistant and tool roles are supported"),
-        ("{{ messages[0].content.more.more }}", "no attribute 'more'"),
-        ("{{ messages[0].content + 1 }}", "str"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ raise_exception('x' * 300) }}", "applied: x{200}$"),
-        ("{{ ('%(' ~ messages[0].content ~ ')s') % {} }}", "applied: KeyError$"),
-        ("{{ ''.index(messages[0].content) }}", "applied: ValueError$"),
-    ],
-)
-def test_what_a_template_says_is_an_error_of_the_request(template: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(TemplateError, match=said) as caught:
-        rendered(model(tmp_path, template), [{"role": "system", "content": "x"}])
+@table("templates", "what is said")
+def test_what_a_template_says_is_an_error_of_the_request(row: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match=row["said"]) as caught:
+        rendered(model(tmp_path, row["template"]), [{"role": "system", "content": "x"}])
     assert caught.value.field == "messages"
 
 
@@ -127,20 +105,11 @@ ALTERNATING = ONCE + (
 )
 
 
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        (["system", "user"], "s:0;u:1;"),
-        (["system", "developer", "user"], "s:0\n\n1;u:2;"),
-        (["user", "system"], "s:1;u:0;"),
-        (["system", "user", "assistant", "system", "user"], "s:0\n\n3;u:1;a:2;u:4;"),
-        (["user", "system", "user"], "s:1;u:0\n\n2;"),
-    ],
-)
-def test_later_system_messages_where_a_template_forbids_them(roles: list[str], expected: str, tmp_path: Path) -> None:
-    messages = [{"role": role, "content": f"{index}"} for index, role in enumerate(roles)]
+@table("templates", "later system messages")
+def test_later_system_messages_where_a_template_forbids_them(row: dict[str, Any], tmp_path: Path) -> None:
+    messages = [{"role": role, "content": f"{index}"} for index, role in enumerate(row["roles"])]
     body = msgspec.convert({"messages": messages}, ChatCompletionRequest)
-    assert render(load_template(model(tmp_path, ALTERNATING)), body) == expected
+    assert render(load_template(model(tmp_path, ALTERNATING)), body) == row["expected"]
 
 
 def test_errors_do_not_show_the_messages(tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ def test_templates_show_how_a_model_thinks(tmp_path: Path) -> None:
 MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "[THINK]", "[/THINK]"]
 SPECIAL = {mark: 257 + index for index, mark in enumerate(MARKS)}
 TABLE = byte_table([b""] * len(SPECIAL))
-ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 
 
 def accepted(spec: GrammarSpec, text: str) -> bool | None:
@@ -100,27 +99,15 @@ def test_grammars_begin_behind_thoughts(row: dict[str, Any], kind: GrammarKind) 
     assert accepted(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), row["text"]) is row["accepted"]
 
 
-CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}'
-
-
-@pytest.mark.parametrize(
-    ("fields", "text", "expected"),
-    [
-        ({"tool_choice": "required"}, ANALYSIS + CALLED, True),
-        ({"tool_choice": "required"}, f"{ANALYSIS}<|channel|>final<|message|>x", None),
-        ({}, ANALYSIS + CALLED, True),
-        ({}, f"{ANALYSIS}<|channel|>final<|message|>x", True),
-        ({}, ANALYSIS + CALLED.replace("1", "x"), None),
-    ],
-)
-def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str, expected: bool | None) -> None:
+@table("grammars", "calls of harmony")
+def test_calls_of_harmony_match_their_schemas(row: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"function": {"name": "w", "parameters": schema, "strict": True}}]
-    body = msgspec.convert({"messages": [], "tools": tools, **fields}, ChatCompletionRequest)
+    body = msgspec.convert({"messages": [], "tools": tools, **row["fields"]}, ChatCompletionRequest)
     marks = GrammarMarks(SPECIAL.get)
     spec = ToolGrammar(HARMONY_CALLS, marks, HARMONY.answer).spec(ToolChoice.of(body))
     rules = marks.after_thought(HARMONY, "x", marks_answer=False)
-    assert accepted(msgspec.structs.replace(spec, after_thought=rules), text) is expected
+    assert accepted(msgspec.structs.replace(spec, after_thought=rules), row["text"]) is row["expected"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
