@@ -79,8 +79,9 @@ def test_inputs_of_token_ids() -> None:
     ],
 )
 def test_invalid_inputs_of_token_ids(message: Any, problem: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{re.escape(problem)}$"):
+    with pytest.raises(InvalidRequest, match=f"^{re.escape(problem)}$") as caught:
         convert.generate_call(message, b"", b"", ())
+    assert caught.value.field == problem.split(maxsplit=1)[0]
 
 
 @table("errors", "paths of fields")

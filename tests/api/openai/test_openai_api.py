@@ -200,6 +200,7 @@ def test_routes_of_vllm(server: LocalServer) -> None:
     named: Any = [{"id": NAME, "parent": None}, {"id": "tuned/one", "parent": NAME}]
     assert models == [common | {"object": "model"} | names for names in named]
     assert json.loads(server.get("/load")[1]) == {"server_load": 0}
+    assert server.get("/debug/batch")[0] == 404
     assert json.loads(server.get("/version")[1]) == {"version": __version__}
 
 
