@@ -13,6 +13,7 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import wait_until
 from local_server import LocalServer, serving_locally
 from openai.types.chat import ChatCompletionChunk
+from tables import table
 from tokenizers import Tokenizer
 
 from benchmarks.soak.reconcile import parse_metrics
@@ -133,24 +134,15 @@ def test_several_prompts_of_token_ids(client: openai.OpenAI) -> None:
         assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
 
 
-@pytest.mark.parametrize(
-    ("fields", "text", "num_tokens"),
-    [
-        ({"stop": IM_END}, "ab", 3),
-        ({"stop": ["zz", IM_END], "include_stop_str_in_output": True, "skip_special_tokens": False}, "ab" + IM_END, 3),
-        ({"stop_token_ids": [67]}, "ab", 4),  # "d": a token that has text is cut as a stop text is
-        ({"stop_token_ids": [67], "include_stop_str_in_output": True}, "abd", 4),
-        ({"stop_token_ids": [257], "ignore_eos": True, "n": 2}, "ab", 6),
-    ],
-)
-def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_tokens: int) -> None:
+@table("parameters", "stops at tokens")
+def test_stops_at_tokens(client: openai.OpenAI, row: dict[str, Any]) -> None:
     ways: list[dict[str, Any]] = [{}, {"stream": True, "stream_options": {"include_usage": True}}]
     for options in ways:
-        answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=fields, **options)
+        answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=row["fields"], **options)
         chunks = list(answer) if options else [answer]
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
-        assert "".join(choice.text for choice in choices) == text
-        assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", num_tokens)
+        assert "".join(choice.text for choice in choices) == row["text"]
+        assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", row["tokens"])
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -12,6 +12,7 @@ import pytest
 from chat_templates import write_template
 from local_server import LocalServer, local_server
 from repository import REPOSITORY
+from tables import table
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -60,23 +61,15 @@ def test_the_bytes_of_a_stream(server: LocalServer) -> None:
 GRAMMAR: Any = {"type": "json", "value": {"enum": ["abc", 17]}}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "parameters", "text", "reason", "number"),
-    [
-        ("ab</s>cd", {"max_new_tokens": 30}, "ab", "eos_token", 3),
-        ("one two", {"max_new_tokens": 30, "stop": ["xyz", " t"]}, "one t", "stop_sequence", 5),
-        ("abcdefgh", {"max_new_tokens": 4, "truncate": 3}, "fghf", "length", 4),
-        ("x" * 30, {}, "x" * MAX_NEW, "length", MAX_NEW),  # all that fits
-        ("abc", {"max_new_tokens": 9, "grammar": GRAMMAR}, '"abc"', "eos_token", 6),
-    ],
-)
-def test_ends(server: LocalServer, inputs: str, parameters: Any, text: str, reason: str, number: int) -> None:
+@table("answers", "ends of tgi")
+def test_ends(server: LocalServer, row: dict[str, Any]) -> None:
+    inputs, parameters, number = row["inputs"], row["parameters"], row["number"]
     _, answer = post(server, "/generate", inputs, details=True, **parameters)
     _, stream = post(server, "/generate_stream", inputs, details=True, **parameters)
     last = events(stream.encode())[-1]
     for whole in (answer, last):
-        assert whole["generated_text"] == text
-        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (reason, number)
+        assert whole["generated_text"] == row["text"]
+        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (row["reason"], number)
     assert last["index"] == number
 
 
