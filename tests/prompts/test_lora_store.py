@@ -1,5 +1,6 @@
 """LoRA adapters in the store: loading, errors and caching."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def test_the_config_determines_the_scaling(store: AdapterStore, root: Path, row:
 
 
 def test_layers_may_differ_in_rank_and_files_in_format_and_dtype(store: AdapterStore, root: Path) -> None:
+    rounded = replace(TARGET, dtype=torch.bfloat16)
+    write(root / "most", lora(matrices(512, (Q,)), r=512, lora_alpha=384))
+    tensor = adapter(AdapterStore(str(root), CAPACITY, rounded), "most").layers[Q].lora_b
+    assert torch.equal(tensor.double(), (matrices(512, (Q,))[key(Q, "B")].T.double() * 0.75).bfloat16())
+    write(root / "default", lora(matrices(8, (Q,))) | {CONFIG: b'{"peft_type": "LORA"}'})  # both r and lora_alpha are 8
+    assert torch.equal(adapter(store, "default").layers[Q].lora_b, matrices(8, (Q,))[key(Q, "B")].T)
     tensors = matrices(2, (Q,)) | matrices(7, (UP,))
     half = {name: torch.nn.Parameter(tensor.half()) for name, tensor in tensors.items()}
     write(root / "other", lora_bin(half) | {CONFIG: config(r=2, rank_pattern={"up_proj": 7})})

@@ -105,10 +105,10 @@ def test_only_regular_files_inside_the_store_are_opened(store: AdapterStore, roo
 
 
 def test_unsupported_adapter_types_are_named(store: AdapterStore, root: Path) -> None:
-    for kind in ("ADALORA", "PREFIX_TUNING", "IA3"):
+    for kind in ("ADALORA", "PREFIX_TUNING", "IA3", "X" * 99):
         write(root / "other", peft({KEY: matrix()}, peft_type=kind))
         error = refused(store, "other")
-        assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind)
+        assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind[:40])
 
 
 BAD_IDS = ["", ".", "..", "../secret", "good/../good", "a.b", "a b", "a\nb", "a\x00b", "good\n", "/", "/etc", "🐫"]
@@ -170,7 +170,8 @@ def test_hits_return_the_same_object_and_any_change_is_noticed(store: AdapterSto
     write(root / "good", peft({KEY: matrix(6)}))
     third = store.find("good").adapter
     assert third.length == 6
-    assert len({first.version, second.adapter.version, third.version}) == 3
+    versions = {first.version, second.adapter.version, third.version}
+    assert (len(versions), min(versions) > 2**32) == (3, True)
     (root / "good" / DECODER).unlink()
     assert store.find("good").loaded  # any change makes it reload
     (root / "good" / SAFETENSORS).unlink()

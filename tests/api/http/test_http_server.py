@@ -345,9 +345,12 @@ async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
             assert not answer.headers.get("Access-Control-Allow-Headers")
         for path in ("/thing", "/events"):
             async with client.get(path, headers={"Origin": "https://a"}) as answer:
-                names = ("Access-Control-Allow-Origin", "Access-Control-Expose-Headers", "Vary")
-                found = [answer.headers.get(name) for name in names]
-                assert found == [allowed, allowed and "*", "Origin" if origins else None]
+                read = ("Access-Control-Allow-Origin", "Access-Control-Expose-Headers", "Vary")
+                assert [answer.headers.get(name) for name in read] == [
+                    allowed,
+                    allowed and "*",
+                    "Origin" if origins else None,
+                ]
 
 
 # --- the end of a server ---

@@ -15,6 +15,7 @@ import yaml
 from harness import run_async
 from http_port import no_metrics, serving, serving_while_loading
 from repository import REPOSITORY
+from tables import table
 
 from tgis import __version__
 from tgis.api.http.openapi import make_document
@@ -48,24 +49,16 @@ async def test_a_page_is_there_while_the_model_loads_and_may_use_nothing_from_el
     assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
 
 
-@pytest.mark.parametrize(
-    ("path", "accept", "expected"),
-    [
-        ("/", "text/html,*/*;q=0.8", (307, "ui")),
-        ("/", "*/*", (200, None)),
-        ("/health", "text/html", (200, None)),
-        ("/ui/", "text/html", (308, "../ui")),
-    ],
-)
+@table("errors", "redirections")
 @run_async
-async def test_a_browser_is_sent_to_the_page(path: str, accept: str, expected: tuple[int, str | None]) -> None:
+async def test_a_browser_is_sent_to_the_page(row: dict[str, Any]) -> None:
     routes = [*Probes(lambda: None, no_metrics).routes(), *page_routes([], "m", needs_token=False)]
     async with (
         serving(routes) as port,
-        aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": accept}) as client,
-        client.get(path, allow_redirects=False) as answer,
+        aiohttp.ClientSession(f"http://localhost:{port}", headers={"Accept": row["accept"]}) as client,
+        client.get(row["path"], allow_redirects=False) as answer,
     ):
-        assert (answer.status, answer.headers.get("Location")) == expected
+        assert (answer.status, answer.headers.get("Location")) == (row["status"], row["location"])
 
 
 def in_any_order(part: dict[str, Any]) -> dict[str, Any]:

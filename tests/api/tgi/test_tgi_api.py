@@ -115,7 +115,7 @@ def test_refused_bodies_are_counted(server: LocalServer) -> None:
     names = [f'tgi_request_count_total{{kind="{kind}"}}' for kind in ("single", "stream")]
     names.append('tgi_request_failure_total{err="validation"}')
     before = server.metrics(*names)
-    single = ("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})
+    single: Any = ("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})
     for path, body in (*single, ("/generate_stream", b"{")):
         assert server.post(path, body)[0] in (400, 422)
     assert post(server, "/generate_stream", "a", best_of=2)[0] == 422  # by TGI's rules
