@@ -145,11 +145,7 @@ def test_parent_headers_are_bounded() -> None:
     assert tracing.parent_headers([*((name.title(), value) for name, value in CONTEXT), ("other", "x")]) == dict(
         CONTEXT
     )
-    others: list[tuple[str, str | bytes]] = [
-        ("Traceparent", "1" * 56),
-        ("TraceState", "s" * 513),
-        ("traceparent", b"x"),
-    ]
+    others: Any = [("Traceparent", "1" * 56), ("TraceState", "s" * 513), ("traceparent", b"x")]
     assert tracing.parent_headers(others) == {}
 
 
