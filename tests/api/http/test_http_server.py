@@ -379,7 +379,10 @@ async def test_a_drain_waits_for_running_calls_but_not_for_bodies() -> None:
 
 @run_async
 async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
-    async def handle(_call: HttpCall) -> web.Response:
+    connections: list[Any] = []
+
+    async def handle(call: HttpCall) -> web.Response:
+        connections.append(call.request.protocol)
         return web.Response(body=b"x" * (32 << 20))
 
     api = Api(Operation("GET", "/large", handle, ERRORS))
@@ -392,4 +395,5 @@ async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
         assert not idle.done()
         await reader.readexactly(32 << 20)
         await asyncio.wait_for(idle, 5)
+        assert connections[0]._read_timer.cancelled()  # it may stay open
         writer.close()
