@@ -92,8 +92,8 @@ def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, caps
     )
     assert __main__.launcher() == 2
     assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --dtype-str='int4': using auto")
-    assert __main__.run(["--version"]) == 0
-    assert capsys.readouterr().out == (version := f"tgis {__version__}\n")
+    version = f"tgis {__version__}\n"
+    assert (__main__.run(["--version"]), capsys.readouterr().out) == (0, version)
     for flag, text in (("--version", version), ("-V", version), ("--help", "TIMEOUT] [default: 86400]")):
         monkeypatch.setattr(sys, "argv", ["text-generation-launcher", flag])
         with pytest.raises(SystemExit, match=r"^0$"):
