@@ -145,6 +145,7 @@ def test_parent_headers_are_bounded() -> None:
     assert tracing.parent_headers([*((name.title(), value) for name, value in CONTEXT), ("other", "x")]) == dict(
         CONTEXT
     )
+    assert tracing.parent_headers([("tracestate", "s" * 512)])
     others: Any = [("Traceparent", "1" * 56), ("TraceState", "s" * 513), ("traceparent", b"x")]
     assert tracing.parent_headers(others) == {}
 

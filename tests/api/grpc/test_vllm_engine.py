@@ -221,6 +221,8 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).default_sampling_params_json == ""
 
 
+FILES = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
+
 # --- through the stub; the engine repeats its prompt, whose tokens are bytes ---
 
 
@@ -229,7 +231,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("vllm")
     (directory / "tokens").write_text("first\nsecond\n")
     (directory / "model").mkdir()
-    (directory / "model/generation_config.json").write_text('{"top_k": 9, "top_p": null, "min_p": 0, "max_length": 7}')
+    for name in FILES:
+        (directory / "model" / name).write_text("{}")
+    (directory / "model/generation_config.json").write_text(
+        '{"repetition_penalty": 2, "top_k": 9, "temperature": 1, "top_p": null, "min_p": 0, "seed": 7}'
+    )
     steps = {"max_sequence_length": 200, "step_seconds": 0.01}
     with local_server(directory, steps, AUTH_TOKEN_PATH=directory / "tokens", MAX_NEW_TOKENS=169) as running:
         yield running
@@ -291,7 +297,7 @@ def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
         architectures=["FakeEngine"],
         eos_token_ids=[256],
         pad_token_id=256,
-        default_sampling_params_json='{"top_k": 9, "min_p": 0}',
+        default_sampling_params_json='{"temperature": 1, "top_k": 9, "min_p": 0, "repetition_penalty": 2}',
     )
     info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST)
     assert info.uptime_seconds > 0
@@ -308,7 +314,7 @@ def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert Backend.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
-        assert archive.namelist() == ["tokenizer.json", "config.json", "generation_config.json"]
+        assert archive.namelist() == ["tokenizer.json", *FILES, "config.json", "generation_config.json"]
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # the same bytes everywhere
     with grpc.insecure_channel(server.target) as channel:
         asked = health_pb2.HealthCheckRequest(service=VLLM_ENGINE)

@@ -199,6 +199,10 @@ async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPa
     async with serving(events(number=2, pause=1000)) as client, client.get("/events") as answer:
         assert answer.headers["x-request-id"]
         assert await answer.content.readexactly(18) == b"data: {}\n\n:\n\n:\n\n:\n"
+    async with serving(events()) as client, client.get("/events") as answer:
+        assert await answer.read() == b"data: {}\n\n" * 3
+        while any("_keep_alive" in repr(task) for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
 
 
 @run_async
@@ -255,7 +259,7 @@ async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.Monkey
 @run_async
 async def test_without_a_model_calls_fail_and_have_an_id() -> None:
     async with serving(answering(), loaded=False) as client:
-        async with client.get("/thing", headers={"X-Request-Id": "my id"}) as answer:
+        async with client.get("/thing", headers={"X-Correlation-Id": "other", "X-Request-Id": "my id"}) as answer:
             assert (answer.status, await answer.json()) == (503, "the model is still loading")
             assert answer.headers["x-request-id"] == "my id"
             assert answer.headers["Retry-After"] == "1"

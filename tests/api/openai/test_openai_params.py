@@ -137,14 +137,11 @@ EMPTY: list[Any] = ["", " ", "null", None, "{}", {}]
 NO_OBJECTS: list[Any] = ['{"a": ', "[1]", "7", '"a"', [1], 7, "NaN, or not", "[" * 9999]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        *[(empty, {}) for empty in EMPTY],
-        *[(value, {"a": 1}) for value in ('{"a": 1}', {"a": 1})],
-        *[(other, {"text": other}) for other in NO_OBJECTS],
-    ],
-)
+ARGUMENTS: list[Any] = [(empty, {}) for empty in EMPTY] + [(value, {"a": 1}) for value in ('{"a": 1}', {"a": 1})]
+ARGUMENTS += [(other, {"text": other}) for other in NO_OBJECTS]
+
+
+@pytest.mark.parametrize(("given", "expected"), ARGUMENTS)
 def test_arguments_of_earlier_calls_are_objects(given: Any, expected: dict[str, Any]) -> None:
     calls: Any = [{"function": {"name": "x", "arguments": given}}]
     (message,) = template_messages(chat_body(messages=[{"role": "assistant", "tool_calls": calls}]).messages)
