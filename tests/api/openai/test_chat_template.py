@@ -80,9 +80,9 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
 
 @table("templates", "variables")
 def test_fields_of_a_request_are_variables_of_a_template(row: dict[str, Any], tmp_path: Path) -> None:
-    template = load_template(model(tmp_path, "{{ tools }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"))
+    shown = "{{ tools }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }} {{ add_generation_prompt }}"
     body = msgspec.convert({"messages": [USER]} | row["body"], ChatCompletionRequest)
-    assert render(template, body) == row["prompt"]
+    assert render(load_template(model(tmp_path, shown)), body) == row["prompt"]
 
 
 def test_tools_have_their_own_template(tmp_path: Path) -> None:
