@@ -4,9 +4,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc_calls
@@ -122,6 +124,15 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+@run_async
+async def test_a_call_may_be_silent_once_its_messages_are_read() -> None:
+    context: Any = SimpleNamespace(invocation_metadata=tuple, write=mock.AsyncMock())
+    with closing(GrpcCall(context, b"", b"", timeout=0.01)) as call:
+        await call.write(b"")
+        await asyncio.sleep(0.05)  # the call would be cancelled, which is this task
+    assert call._timer.cancelled()
+
+
 # --- clients that do not send their message ---
 
 
@@ -197,6 +208,8 @@ async def test_the_oldest_of_too_many_health_calls_ends(monkeypatch: pytest.Monk
     monkeypatch.setattr(server_module, "MAX_REFLECTION_CALLS", 2)
     async with serving() as (_, port), connected(port) as channel:
         health, watchers = health_pb2_grpc.HealthStub(channel), []
+        for _ in range(3):  # they have ended
+            await health.Check(health_pb2.HealthCheckRequest())
         for _ in range(4):
             watchers.append(health.Watch(health_pb2.HealthCheckRequest()))
             await watchers[-1].read()
