@@ -84,6 +84,10 @@ def test_the_first_token_may_add_other_bytes() -> None:
     assert matcher.allowed_ids([2]) == [EOS, 2, 4]
     assert matcher.allowed_ids([3, 4]) == [3]
     assert matcher.allowed_ids([1]) == [EOS]
+    tokens = [b"", b" yes", b" no", b"no", b" ", b"es", b""]
+    table = TokenTable(Vocabulary(tokens, {1: b"yes", 2: b"no", 4: b""}), 7, [EOS], 6)  # the model forces 6
+    matcher = compiled(GrammarKind.CHOICE, "", table, choices=["yes", "no", "no no", " no"])
+    assert [matcher.allowed_ids(output) for output in ([], [6], [6, 2])] == [[6], [1, 2, 3], [EOS, 2, 4]]
 
 
 def test_texts_may_have_any_character() -> None:
