@@ -1,11 +1,13 @@
 """tgis.limits: what options mean for calls, requests, the engine and the adapter store."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_parsing import read
+from repository import REPOSITORY
 from tables import table
 
 from tgis import limits
@@ -23,6 +25,12 @@ def test_quotas() -> None:
     quotas = made.calls, made.inputs, made.message_bytes
     assert [(quota.limit, quota.per_client) for quota in quotas] == [(136, 130), (8, 2), (2 << 20, 1 << 20)]
     assert admission(read(MAX_CONCURRENT_REQUESTS="8")).inputs.per_client == 8
+
+
+@table("options", "documented limits")
+def test_limits_are_as_documented(row: dict[str, Any]) -> None:
+    value = getattr(importlib.import_module(row["module"]), row["name"]) // row["unit"]
+    assert row["text"].format(value) in (REPOSITORY / "docs" / row["file"]).read_text()
 
 
 def test_clients_without_credentials_are_known_by_address_if_wanted() -> None:

@@ -110,11 +110,13 @@ async def test_an_unusable_adapter_does(preparation: Preparation, info: EngineIn
 async def test_the_engine_limits_requests_and_knows_the_adapters(preparation: Preparation, caplog: Any) -> None:
     of_engine: Any = {"max_request_tokens": 90, "max_positions": 80, "input_vocab_size": 257, "vocab_size": 250}
     stop, info = asyncio.get_running_loop().create_future(), replace_fields(INFO, **of_engine)
-    server, start = await waiting(preparation, stop, info)
+    config = replace(preparation.config, max_queued_tokens=7, random_seed=5, log_text=True)
+    server, start = await waiting(replace(preparation, config=config), stop, info)
     server._process.handle(Acquired(1, adapter=AdapterRef("x", 0, 0, 1, 9)))
     assert await start
-    limits = server._generator.result().server_info.limits
-    assert limits == replace(preparation.limits, placeholder_id=256, **of_engine)
+    known = server._generator.result().server_info
+    assert known.limits == replace(preparation.limits, placeholder_id=256, **of_engine)
+    assert (known.max_queued_tokens, known.random_seed, known.log_text) == (7, 5, True)
     for size in (257, 256):
         server._compare_vocabularies(replace_fields(INFO, input_vocab_size=size))
     warning = "the tokenizer has token '</s>' with id 256, the model has only ids below 256: inputs with it are refused"
@@ -164,11 +166,12 @@ async def test_pauses_and_changes_of_health_are_logged(
 def test_a_process_serves_as_a_server_or_as_a_node(node_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {name: mock.AsyncMock(return_value=7) for name in ("serve", "serve_node")}
     monkeypatch.setattr(sys, "setswitchinterval", switch := mock.Mock())
-    for name, replaced in {"prepare": mock.Mock(), **served}.items():
+    for name, replaced in {"prepare": (prepared := mock.Mock()), **served}.items():
         monkeypatch.setattr(server_module, name, replaced)
     frozen = gc.get_freeze_count()
     assert server_module.run(Config(model_name="m", node_rank=node_rank)) == 7
     assert [task.await_count for task in served.values()] == [1 - node_rank, node_rank]
+    assert node_rank or served["serve"].mock_calls == [mock.call(prepared().with_safetensors())]
     assert gc.get_freeze_count() > frozen
     switch.assert_called_once_with(server_module.SWITCH_SECONDS)
 
@@ -226,5 +229,9 @@ def test_a_run_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tracer.mock_calls[0] == mock.call(None, None, "m")
     assert tracer.mock_calls[-1] == mock.call().close()
     wait_until(lambda: not left(), "end")
+    (serving,) = [record for record in caplog.records if record.message.startswith("serving")]
+    facts = {"engine": "fake", "model_class": "FakeEngine", "device": "none", "dtype": "none"}
+    facts |= {"max_batch_size": "256", "token_capacity": str(1 << 40)}
+    assert vars(serving).items() >= facts.items()
     logged = [line for line in caplog.messages if "did not run" not in line]  # where CPUs are short
     assert re.fullmatch(RUN.replace("N", ".*"), "\n".join(logged))

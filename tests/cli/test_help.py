@@ -71,7 +71,7 @@ def test_help_shows_the_true_defaults() -> None:
 
 
 def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (__main__.run(["--version"]), capsys.readouterr().out) == (0, f"tgis {__version__}\n")
+    assert (__main__.run(["-V"]), capsys.readouterr().out) == (0, f"tgis {__version__}\n")
     with monkeypatch.context() as client_only:
         client_only.setattr(__main__, "find_spec", lambda _name: None)
         assert __main__.run(["convert-to-fast-tokenizer", "m"]) == 1
@@ -80,6 +80,10 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().err.startswith("usage: tgis COMMAND")
     assert __main__.run(["sevre"]) == 2
     assert capsys.readouterr().err == "tgis: there is no command 'sevre', did you mean serve? (see tgis --help)\n"
+    assert __main__.run(["-" * 99]) == 2
+    assert capsys.readouterr().err == f"tgis: there is no command '{'-' * 79} (see tgis --help)\n"
+    with pytest.raises(OSError, match="no pipe"), __main__._reader_may_leave():
+        raise OSError("no pipe")
 
 
 def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +93,7 @@ def test_text_generation_launcher_is_serve(monkeypatch: pytest.MonkeyPatch, caps
     assert __main__.launcher() == 2
     assert capsys.readouterr().err.startswith("tgis: STRICT_OPTIONS: --dtype-str='int4': using auto")
     version = f"tgis {__version__}\n"
+    assert (__main__.run(["--version"]), capsys.readouterr().out) == (0, version)
     for flag, text in (("--version", version), ("-V", version), ("--help", "TIMEOUT] [default: 86400]")):
         monkeypatch.setattr(sys, "argv", ["text-generation-launcher", flag])
         with pytest.raises(SystemExit, match=r"^0$"):

@@ -1,5 +1,6 @@
 """LoRA adapters in the store: loading, errors and caching."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lora_files import BROKEN_LORA, LINEARS, RANK, TOO_LARGE_LORA, UP, Q, config, key, lora, lora_bin, matrices
 from prompt_files import CONFIG, SAFETENSORS, matrix, tgis, write
+from tables import table
 
 from tgis.errors import AdapterError
 from tgis.ipc.lookups import AdapterProblem, AdapterStoreOptions
@@ -43,33 +45,24 @@ def delta(one: LoraAdapter, layer: str) -> torch.Tensor:
     return (one.layers[layer].lora_a.T @ one.layers[layer].lora_b).T
 
 
-@pytest.mark.parametrize(
-    ("values", "scales"),
-    [
-        ({}, (2.0, 2.0)),
-        ({"lora_alpha": 1}, (0.25, 0.25)),
-        ({"lora_alpha": 1, "use_rslora": True}, (0.5, 0.5)),
-        ({"alpha_pattern": {"up_proj": 12}}, (2.0, 3.0)),
-        ({"alpha_pattern": {"layers.0.q_proj": 1.5, "q_proj": 100, "proj": 7}}, (0.375, 2.0)),
-        ({"rank_pattern": {"q_proj": 4, "model.layers.0.up_proj": 4}, "r": 77}, (2.0, 2.0)),
-        ({"target_modules": "all-linear", "fan_in_fan_out": True, "lora_dropout": 0.5}, (2.0, 2.0)),
-        ({"target_modules": "(.*)*x", "bias": "none", "init_lora_weights": "eva"}, (2.0, 2.0)),
-        ({"target_modules": list(LINEARS), "modules_to_save": None, "megatron_core": "megatron.core"}, (2.0, 2.0)),
-    ],
-)
-def test_the_config_determines_the_scaling(
-    store: AdapterStore, root: Path, values: dict[str, Any], scales: tuple[float, float]
-) -> None:
-    write(root / "other", lora(**values))
+@table("models", "scales of LoRA")
+def test_the_config_determines_the_scaling(store: AdapterStore, root: Path, row: dict[str, Any]) -> None:
+    write(root / "other", lora(**row["config"]))
     found, tensors = adapter(store, "other"), matrices()
     assert (found.length, found.decoder_length, found.rank, set(found.layers)) == (0, 0, RANK, set(LINEARS))
     assert BYTES <= found.size < BYTES + 6 * 512
-    for layer, scale in zip((Q, UP), scales, strict=True):
+    for layer, scale in zip((Q, UP), row["scales"], strict=True):
         product = tensors[key(layer, "B")] @ tensors[key(layer, "A")]
         torch.testing.assert_close(delta(found, layer), scale * product)
 
 
 def test_layers_may_differ_in_rank_and_files_in_format_and_dtype(store: AdapterStore, root: Path) -> None:
+    rounded = replace(TARGET, dtype=torch.bfloat16)
+    write(root / "most", lora(matrices(512, (Q,)), r=512, lora_alpha=384))
+    tensor = adapter(AdapterStore(str(root), CAPACITY, rounded), "most").layers[Q].lora_b
+    assert torch.equal(tensor, (matrices(512, (Q,))[key(Q, "B")].T.double() * 0.75).bfloat16())
+    write(root / "default", lora(matrices(8, (Q,))) | {CONFIG: b'{"peft_type": "LORA"}'})  # both r and lora_alpha are 8
+    assert torch.equal(adapter(store, "default").layers[Q].lora_b, matrices(8, (Q,))[key(Q, "B")].T)
     tensors = matrices(2, (Q,)) | matrices(7, (UP,))
     half = {name: torch.nn.Parameter(tensor.half()) for name, tensor in tensors.items()}
     write(root / "other", lora_bin(half) | {CONFIG: config(r=2, rank_pattern={"up_proj": 7})})

@@ -14,7 +14,8 @@ from prompt_files import CONFIG, DECODER, ENCODER, KEY, SAFETENSORS, Files, matr
 
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem
+from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterStoreOptions
+from tgis.prompts import catalog as catalog_module
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
@@ -104,10 +105,10 @@ def test_only_regular_files_inside_the_store_are_opened(store: AdapterStore, roo
 
 
 def test_unsupported_adapter_types_are_named(store: AdapterStore, root: Path) -> None:
-    for kind in ("ADALORA", "PREFIX_TUNING", "IA3"):
+    for kind in ("ADALORA", "PREFIX_TUNING", "IA3", "X" * 99):
         write(root / "other", peft({KEY: matrix()}, peft_type=kind))
         error = refused(store, "other")
-        assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind)
+        assert (error.problem, str(error)) == (AdapterProblem.UNSUPPORTED, kind[:40])
 
 
 BAD_IDS = ["", ".", "..", "../secret", "good/../good", "a.b", "a b", "a\nb", "a\x00b", "good\n", "/", "/etc", "🐫"]
@@ -141,6 +142,23 @@ def test_missing_adapters_are_not_found(store: AdapterStore, root: Path) -> None
         assert refused(store, name).problem == AdapterProblem.NOT_FOUND, name
 
 
+def test_the_catalog_lists_what_may_be_an_adapter(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In up to four nested directories, none of them hidden; and modules, whatever their directories have."""
+    for name in ("a/b/c/d/e", "a/b/c/d", "c-1", ".hidden/x"):
+        write(root / name, {prompt_files.BIN: b""})
+    write(root / "empty", {"README": b"hello"})
+    (root / "alias").symlink_to(root / "a")
+    options = AdapterStoreOptions(str(root), 1, 8, {"b.v1": str(tmp_path)})
+    catalog = catalog_module.AdapterCatalog(options)
+    assert catalog.ids() == ["a/b/c/d", "b.v1", "c-1", "good"]
+    assert [name for name in ("a/b/c/d/e", "b.v1", "alias/b/c/d", "empty", "absent") if not catalog.has(name)] == [
+        "empty",
+        "absent",
+    ]
+    monkeypatch.setattr(catalog_module, "MAX_LISTED", 2)
+    assert [catalog.ids(), catalog_module.AdapterCatalog(None).ids()] == [["b.v1", "c-1"], []]
+
+
 def test_hits_return_the_same_object_and_any_change_is_noticed(store: AdapterStore, root: Path) -> None:
     first = store.find("good").adapter
     assert store.find("good") == StoreResult(first, loaded=False)
@@ -152,7 +170,8 @@ def test_hits_return_the_same_object_and_any_change_is_noticed(store: AdapterSto
     write(root / "good", peft({KEY: matrix(6)}))
     third = store.find("good").adapter
     assert third.length == 6
-    assert len({first.version, second.adapter.version, third.version}) == 3
+    versions = {first.version, second.adapter.version, third.version}
+    assert (len(versions), min(versions) > 2**32) == (3, True)
     (root / "good" / DECODER).unlink()
     assert store.find("good").loaded  # any change makes it reload
     (root / "good" / SAFETENSORS).unlink()

@@ -36,14 +36,7 @@ from tgis.structured_output.matcher import GrammarMatcher, MaskThreads, TokenTab
 
 ROWS, REQUESTS, NEW_TOKENS = 6, 16, 14
 SPECIAL = 4  # the first tokens, without a text
-PATTERNS = [
-    r"[a-d]{4,30}",
-    r"(ab|ba|c)+ ?\d*",
-    r"\d{2}( [a-d]+)*",
-    r"abcdabcd|bb|dc+b",
-    r"(a|b)c?",
-    r"[^ ]* [^ ]*",
-]
+PATTERNS = [r"[a-d]{4,30}", r"(ab|ba|c)+ ?\d*", r"\d{2}( [a-d]+)*", r"abcdabcd|bb|dc+b", r"(a|b)c?", r"[^ ]* [^ ]*"]
 PIECES = [
     *("".join(piece) for length in (1, 2, 3) for piece in itertools.product("abcd", repeat=length)),
     *"0123456789 ",

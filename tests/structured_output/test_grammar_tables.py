@@ -18,7 +18,7 @@ LONG = [
     ("GRAMMAR", "root ::= " + "(" * 60_000, "lark grammar too deeply nested (at ('(')) in line 1"),
     ("GRAMMAR", "start: %json " + "[" * 60_000, "%json in line 1: nested more than 64 levels deep"),
     ("JSON_SCHEMA", "[" * 100_000, "nested more than 64 levels deep"),
-    ("JSON_SCHEMA", '{"a":' * 65 + "1" + "}" * 65, "nested more than 64 levels deep"),
+    ("JSON_SCHEMA", '{"a":' * 64 + "1" + "}" * 64, "nested more than 64 levels deep"),
     ("JSON_SCHEMA", '{"exclusiveMinimum": 1%s}' % ("0" * 400), "a number has too large an exponent"),
     # llguidance cuts off what it quotes: the end of a string may be missing
     ("JSON_SCHEMA", '{"pattern": ["' + "a" * 200 + '"]}', "Expected string for 'pattern', got ["),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from grammar_walks import byte_table, compiled, walk
+from tables import read_table
 
 from benchmarks.structured_output import suite
 from benchmarks.structured_output.features import FEATURES, INTEGER, STRING, closed
@@ -102,37 +103,11 @@ def tagged(tag: Any, **properties: Any) -> dict[str, Any]:
 
 
 DEFS = {"$defs": {"Cat": tagged("cat", lives=INTEGER), "Dog": tagged("dog", name=STRING), "Size": {"enum": [1, 2]}}}
-CAT, DOG, SIZE = ({"$ref": f"#/$defs/{name}"} for name in ("Cat", "Dog", "Size"))
-UNTYPED_CAT = {"required": ["kind"], "properties": {"kind": {"const": "cat"}}}
-EXCLUSIVE: list[dict[str, Any]] = [
-    {"oneOf": [CAT, {"type": "null"}]},
-    {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
-    {"oneOf": [CAT, DOG, {"type": "null"}, {"type": "array", "items": {"oneOf": [SIZE, CAT]}}]},
-    {"oneOf": [{"const": 3}, SIZE, {"enum": ["3", None]}]},
-    {"oneOf": [closed(pet=CAT), closed(pet=DOG)]},
-    {"oneOf": [closed(and_=INTEGER), closed(or_=INTEGER)]},
-    {"oneOf": [UNTYPED_CAT, {"required": ["kind"], "properties": {"kind": {"const": "dog"}}}]},
-    {"oneOf": [tagged(f"kind {number}", name=STRING) for number in range(300)]},
-    {"oneOf": [{"const": number} for number in range(2000)]},
-]
-OVERLAPPING: list[dict[str, Any]] = [
-    {"oneOf": [CAT, CAT]},
-    {"oneOf": [SIZE, {"const": 1.0}]},
-    {"oneOf": [CAT, tagged("cat", lives={"type": "number"})]},
-    {"oneOf": [CAT, {"type": "object"}]},
-    {"oneOf": [CAT, {"type": "object", "properties": {"kind": {"const": "dog"}}}]},
-    {"oneOf": [{"properties": {}}, {"type": "null"}]},  # a null validates with both
-    {"oneOf": [{"$ref": "#/$defs/Any"}, {"type": "null"}], "$defs": {"Any": {"properties": {}}}},
-    {"oneOf": [CAT, DOG], "$defs": {"x": {"$id": "urn:x", **DEFS}, **DEFS["$defs"]}},
-    {"oneOf": [True, CAT]},
-    {"oneOf": [tagged(f"kind {number % 299}") for number in range(300)]},
-    {
-        "oneOf": [
-            {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": False},
-            {"type": "object", "properties": {"a": {}}, "required": ["a"]},
-        ]
-    },
-]
+EXCLUSIVE: list[dict[str, Any]] = read_table("grammars", "exclusive")
+EXCLUSIVE.append({"oneOf": [tagged(f"kind {number}", name=STRING) for number in range(300)]})
+EXCLUSIVE.append({"oneOf": [{"const": number} for number in range(2000)]})
+OVERLAPPING: list[dict[str, Any]] = read_table("grammars", "overlapping")
+OVERLAPPING.append({"oneOf": [tagged(f"kind {number % 299}") for number in range(300)]})
 
 
 @pytest.mark.parametrize("schema", OVERLAPPING, ids=range(len(OVERLAPPING)))
@@ -149,23 +124,7 @@ def test_what_clients_send_is_accepted(category: str) -> None:
         compiled(GrammarKind.JSON_SCHEMA, json.dumps(schema), TABLE)
 
 
-ALWAYS_TRUE: list[dict[str, Any]] = [
-    {"uniqueItems": False},
-    {"propertyNames": {"type": "string"}},
-    {"propertyNames": True},
-    {"unevaluatedProperties": {}},
-    {"unevaluatedItems": True},
-]
-ACCEPTED: list[dict[str, Any]] = [  # next to what is refused
-    {"minProperties": 2, "required": ["a"], "properties": {"a": STRING}, "additionalProperties": INTEGER},
-    {"items": {"anyOf": [INTEGER, {"$ref": "#"}]}, "minItems": 1},
-    {"properties": {"a": {"$ref": "#"}, "b": INTEGER}, "required": ["b"]},
-    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
-    {"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]},
-    {"type": "integer", "allOf": [{"exclusiveMinimum": 0, "exclusiveMaximum": 2}]},
-    *(DEFS | schema for schema in EXCLUSIVE),
-    *({"properties": {"a": keyword}} | keyword for keyword in ALWAYS_TRUE),
-]
+ACCEPTED: list[dict[str, Any]] = [*read_table("grammars", "kept"), *(DEFS | schema for schema in EXCLUSIVE)]
 
 
 @pytest.mark.parametrize("schema", ACCEPTED, ids=range(len(ACCEPTED)))
@@ -203,11 +162,8 @@ TABLE_BYTES = [b"", *(bytes([byte]) for byte in range(256)), *(piece.encode() fo
 
 
 def test_references_do_not_multiply_what_is_compared() -> None:
-    schemas = {
-        "a": {"enum": [*range(8000)]},
-        "b": STRING,
-        "allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500,
-    }
+    schemas: Any = {"allOf": [{"oneOf": [{"$ref": "#/a"}, {"$ref": "#/b"}]}] * 500}
+    schemas |= {"a": {"enum": [*range(8000)]}, "b": STRING}
     with pytest.raises(GrammarError, match="oneOf: too many values and names to compare"):
         parse_schema(json.dumps(schemas))
 

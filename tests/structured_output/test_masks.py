@@ -20,41 +20,13 @@ from tgis.engine_core.lookups import LookupTable
 from tgis.errors import GrammarError
 from tgis.ipc.lookups import Acquire, Acquired, GrammarKind, GrammarSpec, Vocabulary
 from tgis.structured_output.compiler import compile_grammar
-from tgis.structured_output.matcher import TokenTable, low_priority_pool
+from tgis.structured_output.matcher import MaskThreads, TokenTable, low_priority_pool
 
-REGEXES = [
-    r"[a-c]{2,4}(x|yz)*",
-    r"(foo|bar)+ \d{1,3}",
-    r"a.b|.{3}",
-    r"[^a]*a?",
-    r"\w+@\w+\.(com|org)",
-    r"é(ü|世界)*|[äö]{2}",
-    r"(?i:abc)-\p{Lu}\p{Ll}+",
-    r"/\*[^*]*\*/",
-    r"^-?(0|[1-9]\d*)(\.\d+)?$",
-]
-PIECES = [
-    *"abcdefghijklmnoprstuvxyzABCÄÖäöéü世界0123456789@.-/* \n",
-    *[
-        "ab",
-        "abc",
-        "yz",
-        "zz",
-        "foo",
-        "foo ",
-        "bar 1",
-        "12",
-        ".com",
-        "ü世",
-        "/*",
-        "*/",
-        "0.5",
-        "AB",
-        "bC",
-        "-Ä",
-        "a\nb",
-    ],
-]
+REGEXES = [r"[a-c]{2,4}(x|yz)*", r"(foo|bar)+ \d{1,3}", r"a.b|.{3}", r"[^a]*a?", r"\w+@\w+\.(com|org)"]
+REGEXES += [r"é(ü|世界)*|[äö]{2}", r"(?i:abc)-\p{Lu}\p{Ll}+", r"/\*[^*]*\*/", r"^-?(0|[1-9]\d*)(\.\d+)?$"]
+PIECES = [*"abcdefghijklmnoprstuvxyzABCÄÖäöéü世界0123456789@.-/* \n"]
+PIECES += ["ab", "abc", "yz", "zz", "foo", "foo ", "bar 1", "12", ".com", "ü世", "/*", "*/", "0.5", "AB", "bC", "-Ä"]
+PIECES += ["a\nb"]
 TABLE = token_table([piece.encode() for piece in PIECES])
 
 
@@ -112,6 +84,10 @@ def test_the_first_token_may_add_other_bytes() -> None:
     assert matcher.allowed_ids([2]) == [EOS, 2, 4]
     assert matcher.allowed_ids([3, 4]) == [3]
     assert matcher.allowed_ids([1]) == [EOS]
+    tokens = [b"", b" yes", b" no", b"no", b" ", b"es", b""]
+    table = TokenTable(Vocabulary(tokens, {1: b"yes", 2: b"no", 4: b""}), 7, [EOS], 6)  # the model forces 6
+    matcher = compiled(GrammarKind.CHOICE, "", table, choices=["yes", "no", "no no", " no"])
+    assert [matcher.allowed_ids(output) for output in ([], [6], [6, 2])] == [[6], [1, 2, 3], [EOS, 2, 4]]
 
 
 def test_texts_may_have_any_character() -> None:
@@ -132,7 +108,7 @@ def test_a_text_that_no_token_continues_fails() -> None:
             for _ in range(2):
                 with pytest.raises(GrammarError, match="no text of the model's tokens matches"):
                     matcher.allowed_ids([1, 2])
-            assert matcher.num_allowed([1, 2], [3]) == 0
+            assert matcher.num_allowed([1, 2], [3]) == matcher.num_allowed([2], [3]) == 0
             assert matcher.num_allowed([1], [3, EOS]) == 2
             assert matcher.allowed_ids([1, 3]) == [EOS]
 
@@ -239,6 +215,23 @@ def test_masks_that_may_take_long_are_made_in_threads() -> None:
             tokens.append(letter)
             matcher.mask(tokens)
     assert matcher.in_thread
+
+
+def test_a_step_waits_for_masks_in_threads_but_not_for_long() -> None:
+    threads, blocker, letter = MaskThreads(), threading.Event(), ord("a") + 1
+    slow, other = (compiled(GrammarKind.GRAMMAR, AMBIGUOUS, byte_table()) for _ in range(2))
+    usual = compiled(GrammarKind.REGEX, "a*", TABLE)
+    for _ in range(2):  # of so many threads
+        threads._pool.submit(blocker.wait)
+    threads.prepare([(slow, [letter]), (usual, [1])])
+    threads.prepare([(other, [letter])])
+    threads.wait()
+    assert [matcher.ready for matcher in (slow, other, usual)] == [False, False, True]
+    blocker.set()
+    while len(threads._open) > 0:
+        threads.wait()
+    assert [matcher.ready for matcher in (slow, other)] == [True, True]
+    threads.close()
 
 
 def test_masks_that_nobody_waits_for_any_more_are_not_begun() -> None:

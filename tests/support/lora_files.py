@@ -64,6 +64,7 @@ BROKEN_LORA: dict[str, tuple[Files, str]] = {  # files, and the error message
         lora(rank_pattern={"(.*)*x": 2}),
         "adapter_config.json has '(.*)*x' in its rank_pattern, only names are supported",
     ),
+    "a long expression": (lora(rank_pattern={"(" * 300: 2}), "(((' in its rank_pattern, only names are supported"),
     "an expression for alphas": (lora(alpha_pattern={"^q_proj": 2}), "has '^q_proj' in its alpha_pattern"),
     "a rank that is text": (lora(r="8"), "adapter_config.json is not valid: Expected `int`, got `str`"),
     "no config of LoRA": (lora(rank_pattern=[1]), "adapter_config.json is not valid: "),

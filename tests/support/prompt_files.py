@@ -154,6 +154,7 @@ BROKEN: dict[str, tuple[Files, str]] = {  # files, and the error message
     ),
     "an encoder's alone": ({ENCODER: pt(matrix())}, "it is for encoder-decoder models, this one is decoder-only"),
     "a config alone": ({CONFIG: config()}, "neither adapter_model.safetensors nor adapter_model.bin is there"),
+    "a large config": (peft_config(bytes((1 << 20) + 1)), "adapter_config.json has 1048577 bytes, at most 1048576 are"),
     "a config cut short": (peft_config(b'{"peft_type": "'), "adapter_config.json is not valid: "),
     "a config not in UTF-8": (peft_config(b'{"peft_type": "\xff"}'), "adapter_config.json is not valid: "),
     "a config too deep": (peft_config(b'{"x":' + b"[" * 100_000), "adapter_config.json is not valid: "),

@@ -78,7 +78,7 @@ class Answer(NamedTuple):
     status: int
     headers: Any
     body: Any  # JSON, or the list of a stream's events
-    call: GenerateCall | None
+    call: Any  # of the front end
 
 
 def chat_template(reasoning: ReasoningFormat | None = None) -> Any:

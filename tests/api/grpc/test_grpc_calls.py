@@ -1,10 +1,14 @@
 """Calls that wait for their clients: bounded in time and in number, whatever the clients do."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc_calls
@@ -41,7 +45,8 @@ class Service:
     """Answers of any size, and how many calls run."""
 
     def __init__(self, calls: GrpcCalls) -> None:
-        self.calls, self.num_calls = calls, 0
+        self.calls, self.num_calls, self.counted = calls, 0, Counter[tuple[str, ...]]()
+        calls._count = lambda *call: self.counted.update([call])
         methods = {"Unary": calls.handler("Unary", self._unary), "Stream": calls.handler("Stream", self._stream)}
         self.handler = grpc.method_handlers_generic_handler("test.Service", methods)
 
@@ -85,7 +90,8 @@ async def works(port: int) -> bool:
 
 @pytest.mark.parametrize("method", ["Unary", "Stream"])
 @run_async
-async def test_calls_that_nobody_reads_free_their_places(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_that_nobody_reads_free_their_places(method: str, monkeypatch: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(limits, "_SPARE_CALLS", 0)
     async with serving(client_timeout_seconds=SHORT, max_concurrent_requests=8) as (service, port):
         limit = 8
@@ -100,6 +106,10 @@ async def test_calls_that_nobody_reads_free_their_places(method: str, monkeypatc
             assert await works(port)  # and the last one
             for _ in range(limit):
                 await next_frame_of(reader, RST_STREAM)
+        counts = Counter({("grpc", "Unary", "OK"): 2, ("grpc", "Unary", "RESOURCE_EXHAUSTED"): 1})
+        counts["grpc", method, "CANCELLED"] = limit
+        await until(lambda: service.counted == counts)  # a call ends for its client before it is counted
+        assert f"a client has not read for {SHORT:g} s" in caplog.messages
 
 
 @run_async
@@ -112,6 +122,15 @@ async def test_clients_that_disconnect_are_no_errors(caplog: pytest.LogCaptureFi
         await until(lambda: service.num_places == 0)
         assert await works(port)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@run_async
+async def test_a_call_may_be_silent_once_its_messages_are_read() -> None:
+    context: Any = SimpleNamespace(invocation_metadata=tuple, write=mock.AsyncMock())
+    with closing(GrpcCall(context, b"", b"", timeout=0.01)) as call:
+        await call.write(b"")
+        await asyncio.sleep(0.05)  # the call would be cancelled, which is this task
+    assert call._timer.cancelled()
 
 
 # --- clients that do not send their message ---
@@ -186,14 +205,20 @@ async def test_requests_without_a_token_are_short() -> None:
 @run_async
 async def test_the_oldest_of_too_many_health_calls_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_module, "MAX_OPEN_CALLS", 2)
+    monkeypatch.setattr(server_module, "MAX_REFLECTION_CALLS", 2)
     async with serving() as (_, port), connected(port) as channel:
         health, watchers = health_pb2_grpc.HealthStub(channel), []
+        for _ in range(3):  # they have ended
+            await health.Check(health_pb2.HealthCheckRequest())
         for _ in range(4):
             watchers.append(health.Watch(health_pb2.HealthCheckRequest()))
             await watchers[-1].read()
         for watcher in watchers[:2]:
             assert await watcher.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not any(watcher.done() for watcher in watchers[2:])
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        calls = [stub.ServerReflectionInfo() for _ in range(3)]
+        assert await calls[-1].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 # --- connections ---

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc_calls
@@ -56,9 +57,12 @@ async def health_of(port: int) -> AsyncIterator[health_pb2_grpc.HealthStub]:
 
 
 @run_async
-async def test_a_taken_port_is_a_clear_error() -> None:
+async def test_a_taken_port_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (_, port):  # two servers never share one
         with pytest.raises(StartError) as caught:
+            GrpcServer([], replace(CONFIG, grpc_port=port), make_calls(CONFIG)).bind()
+        monkeypatch.setattr(grpc_server, "listen", mock.Mock())  # as if it was free before
+        with pytest.raises(StartError, match=f"^cannot listen for gRPC on 127.0.0.1:{port}$"):
             GrpcServer([], replace(CONFIG, grpc_port=port), make_calls(CONFIG)).bind()
     assert str(caught.value) == f"cannot listen for gRPC on 127.0.0.1:{port}: Address already in use"
 

@@ -110,6 +110,11 @@ def test_as_many_inputs_as_allowed() -> None:
     texts = [pb.GenerationRequest(text="some text " * 20)] * 512
     sent = pb.BatchedGenerationRequest(requests=texts, params=pb.Parameters(truncate_input_tokens=3))
     assert parse(sent.SerializeToString(), pb.BatchedGenerationRequest, 512) == sent
+    most = b"\x12\0" * (2048 + 2 * 512)
+    assert len(parse(most, pb.BatchedTokenizeRequest, 512).requests) == 3072
+    with pytest.raises(InvalidRequest, match="more than 3072 fields") as caught:
+        parse(most + b"\x12\0", pb.BatchedTokenizeRequest, 512)
+    assert caught.value.field == "requests"
     looks_like_fields = pb.ModelInfoRequest(model_id="\x08\x01" * 4096)  # the first byte of its length is 0x80
     assert parse(looks_like_fields.SerializeToString(), pb.ModelInfoRequest, 1) == looks_like_fields
 

@@ -46,6 +46,7 @@ def test_ids_of_tokens_if_asked_for(stub: Stub) -> None:
     _, second, *rest = stub.GenerateStream(as_stream_request(request))
     assert list(second.input_tokens) == list(whole.input_tokens)
     assert [token for message in rest for token in message.tokens] == list(whole.tokens)
+    assert len(stub.Tokenize(pb.BatchedTokenizeRequest(requests=[{"text": "a"}] * 3000)).responses) == 3000
     for token in (*whole.input_tokens, *whole.tokens):  # an old client gets the bytes that it has always got
         for named in (token, *token.top_tokens):
             named.ClearField("id")

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import json
 import math
 import threading
 import zipfile
@@ -10,12 +11,15 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from described_params import described
 from grpc_calls import CONFIG, connected, make_calls, serving
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from harness import failure, run_async, unary_request
 from local_server import LocalServer, local_server
 from raw_http2 import HELLO, call_frames, next_frame_of
@@ -39,6 +43,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from tgis.api.grpc import vllm_convert as convert
+from tgis.api.grpc import vllm_engine
 from tgis.api.grpc.vllm_engine import VLLM_ENGINE, VllmEngine
 
 ALWAYS = {"fill_context": True, "include_stop_sequence": False, "skip_special_tokens": False}
@@ -80,6 +85,10 @@ def test_logprobs() -> None:
     top = pb.TopLogProbs(values=[-0.5], token_ids=[7])
     assert complete.output_logprobs == pb.OutputLogProbs(token_logprobs=[-0.5], token_ids=[7], top_logprobs=[top])
     assert complete.input_logprobs == pb.InputLogProbs(token_logprobs=[{}, {"value": -2.0}], token_ids=[4, 5])
+    request.stream = True
+    (data,) = convert.Answer(request).messages(output(input_tokens=inputs, input_token_count=2))
+    expected = pb.GenerateStreamChunk(prompt_tokens=2, input_logprobs=complete.input_logprobs)
+    assert pb.GenerateResponse.FromString(data).chunk == expected
 
 
 @pytest.mark.parametrize(("reason", "matched"), [("EOS_TOKEN", 7), ("MAX_TOKENS", None)])
@@ -105,6 +114,12 @@ def test_the_input_of_a_call() -> None:
 class HangingGenerator(ScriptedGenerator):
     """A generator whose streams never end."""
 
+    num_queued_tokens: Any = 7
+
+    async def batch_state(self) -> Any:
+        counts = {"num_running": 1, "num_waiting": 2, "context_tokens": 30, "token_capacity": 40}
+        return SimpleNamespace(max_batch_size=4, **counts)
+
     async def stream(self, call: GenerateCall) -> Any:
         yield output(tokens=[("(", -0.5)])
         await asyncio.Event().wait()
@@ -112,12 +127,12 @@ class HangingGenerator(ScriptedGenerator):
 
 @asynccontextmanager
 async def serving_engine(
-    generator: ScriptedGenerator, **options: Any
+    generator: ScriptedGenerator, reason: str | None = None, **options: Any
 ) -> AsyncIterator[tuple[Admission, int, VllmEngineStub]]:
     config, loaded = replace(CONFIG, **options), asyncio.get_running_loop().create_future()
     loaded.set_result(generator)
     calls, model = make_calls(config), ModelFiles(Path("/nowhere"), {}, {})
-    engine = VllmEngine(calls, config, model, model.path, loaded, lambda: None)
+    engine = VllmEngine(calls, config, model, model.path, loaded, lambda: reason)
     async with serving(engine.handler(), config, calls) as (_, port), connected(port) as channel:
         yield calls.admission, port, VllmEngineStub(channel)
 
@@ -130,6 +145,7 @@ STOP_BYTES = "stop must have at most 16384 UTF8 bytes in all"
     [
         ([TimeoutError()], {}, grpc.StatusCode.INTERNAL, "internal error: TimeoutError"),
         ([], {"n": 5}, grpc.StatusCode.INVALID_ARGUMENT, "n must be from 1 to 4"),
+        ([], {"n": 4}, grpc.StatusCode.OK, ""),
         ([], {"stop": ["x" * 1000] * 17}, grpc.StatusCode.INVALID_ARGUMENT, STOP_BYTES),
     ],
 )
@@ -154,7 +170,7 @@ async def test_a_special_token_stops_by_its_text() -> None:
 
 @run_async
 async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
-    async with serving_engine(HangingGenerator([]), limit_by_address=True) as (_, port, stub):
+    async with serving_engine(HangingGenerator([]), "it hangs", limit_by_address=True) as (_, port, stub):
         calls = [stub.Generate(pb.GenerateRequest(request_id=name, text="a", stream=True)) for name in ("x", "")]
         for call in calls:
             await call.read()
@@ -164,7 +180,11 @@ async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
         await next_frame_of(reader, HEADERS)
         writer.close()
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
-        await stub.HealthCheck(pb.HealthCheckRequest())
+        assert await stub.HealthCheck(pb.HealthCheckRequest()) == pb.HealthCheckResponse(message="it hangs")
+        (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
+        requests: Any = {"num_running_reqs": 1, "num_waiting_reqs": 2, "num_total_reqs": 3, "max_running_requests": 4}
+        tokens: Any = {"num_used_tokens": 30, "max_total_num_tokens": 40, "num_waiting_uncached_tokens": 7}
+        assert load == pb.SchedulerLoad(token_usage=0.75, **requests, **tokens)
         with pytest.raises(grpc.aio.AioRpcError, match="FlushCache needs a bearer token or a client certificate"):
             await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert not any(call.done() for call in calls)
@@ -182,21 +202,26 @@ async def test_what_takes_no_place_of_calls_that_work_and_what_is_made_once(monk
         return to_json(tokenizer)
 
     monkeypatch.setattr(Tokenizer, "to_json", slow_to_json)
+    monkeypatch.setattr(vllm_engine, "_CHUNK_BYTES", 1000)
     async with serving_engine(ScriptedGenerator([])) as (admission, _, stub):
 
         async def size() -> int:
-            return sum([len(chunk.data) async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())])
+            chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+            assert [bool(chunk.sha256) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+            return sum(len(chunk.data) for chunk in chunks)
 
         sizes = asyncio.gather(*[size() for _ in range(4)])
         while admission.calls.total < 4:
             await asyncio.sleep(0)
         all_wait.set()
-        assert len({*await sizes}) == len(made) == 1
+        assert len({*await sizes, await size()}) == len(made) == 1
         with admission.calls.hold(b"", admission.calls.limit):
             assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
             await stub.Abort(pb.AbortRequest())
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest())).default_sampling_params_json == ""
 
+
+FILES = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"]
 
 # --- through the stub; the engine repeats its prompt, whose tokens are bytes ---
 
@@ -206,7 +231,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     directory = tmp_path_factory.mktemp("vllm")
     (directory / "tokens").write_text("first\nsecond\n")
     (directory / "model").mkdir()
-    (directory / "model/generation_config.json").write_text('{"top_k": 9, "top_p": null, "max_length": 7}')
+    for name in FILES:
+        (directory / "model" / name).write_text("{}")
+    (directory / "model/generation_config.json").write_text(
+        '{"repetition_penalty": 2, "top_k": 9, "temperature": 1, "top_p": null, "min_p": 0, "seed": 7}'
+    )
     steps = {"max_sequence_length": 200, "step_seconds": 0.01}
     with local_server(directory, steps, AUTH_TOKEN_PATH=directory / "tokens", MAX_NEW_TOKENS=169) as running:
         yield running
@@ -268,7 +297,7 @@ def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
         architectures=["FakeEngine"],
         eos_token_ids=[256],
         pad_token_id=256,
-        default_sampling_params_json='{"top_k": 9}',
+        default_sampling_params_json='{"temperature": 1, "top_k": 9, "min_p": 0, "repetition_penalty": 2}',
     )
     info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=FIRST)
     assert info.uptime_seconds > 0
@@ -285,7 +314,12 @@ def test_what_routers_ask(server: LocalServer, stub: VllmEngineStub) -> None:
     assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert Backend.from_str(archive.read("tokenizer.json").decode()).token_to_id("</s>") == 256
-        assert archive.namelist() == ["tokenizer.json", "config.json", "generation_config.json"]
+        assert archive.namelist() == ["tokenizer.json", *FILES, "config.json", "generation_config.json"]
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # the same bytes everywhere
+    with grpc.insecure_channel(server.target) as channel:
+        asked = health_pb2.HealthCheckRequest(service=VLLM_ENGINE)
+        assert HealthStub(channel).Check(asked).status == health_pb2.HealthCheckResponse.SERVING
+    assert json.loads(server.get("/openapi.json")[1])["security"] == [{"token": []}]
     flushed = common_pb2.FlushCacheResponse(success=True, message="no prefix is cached any more")
     assert stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=FIRST) == flushed
     assert failure(lambda: stub.Embed(pb.EmbedRequest(), metadata=FIRST))[0] is grpc.StatusCode.UNIMPLEMENTED

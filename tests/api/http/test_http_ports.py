@@ -67,14 +67,10 @@ ALL = {"health": 200, "ping": 200, "metrics": 200, "debug/batch": 503, "identity
 PROBES, API = ALL | {"identity": 404, "debug/batch": 404}, ALL | {"metrics": 404}
 
 
-@pytest.mark.parametrize(
-    ("options", "on_probes", "on_api"),
-    [
-        ({}, ALL, ALL),
-        ({"http_api": False}, ALL | {"identity": 404}, None),
-        ({"http_api_port": 0}, PROBES, API),
-    ],
-)
+PORTS = [({}, ALL, ALL), ({"http_api": False}, ALL | {"identity": 404}, None), ({"http_api_port": 0}, PROBES, API)]
+
+
+@pytest.mark.parametrize(("options", "on_probes", "on_api"), PORTS)
 @run_async
 async def test_ports(options: dict[str, Any], on_probes: dict[str, int], on_api: dict[str, int] | None) -> None:
     async with serving(None, **options) as (probes, api):

@@ -52,9 +52,12 @@ class Api:
         if loaded:
             self.generator.set_result(SimpleNamespace(metrics=metrics))
         tokens = TokenFile(self.config.auth_token_path) if self.config.auth_token_path else None
-        auth = HttpAuth(tokens, self.config.api_key.text if self.config.api_key else None, lambda: None)
+        auth = HttpAuth(tokens, self.config.api_key.text if self.config.api_key else None, self._reject)
         api = HttpApi(self.config, auth, self.limits, lambda *call: self.counted.append(call), self.generator)
         self.routes = [api.route(operation) for operation in operations]
+
+    def _reject(self) -> None:
+        self.refused.append("token")
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[aiohttp.ClientSession]:
@@ -142,13 +145,17 @@ async def test_a_body_of_the_largest_size_is_read_and_a_larger_one_is_413() -> N
 async def test_only_json_is_read_and_nothing_compressed() -> None:
     statuses = {"application/json": 200, "application/json; charset=utf-8": 200, "application/vnd.x+json": 200}
     statuses |= {"text/plain": 415, "application/jsonl": 415, "multipart/form-data": 415}
-    async with serving(ECHO) as client:
+    api = Api(ECHO)
+    async with api.serving() as client:
         for content_type, status in statuses.items():
             async with client.post("/body", data=b"{}", headers={"Content-Type": content_type}) as answer:
                 assert answer.status == status, content_type
+        async with client.post("/body", data=b"{}", headers={**JSON, "Content-Encoding": "Identity"}) as answer:
+            assert answer.status == 200
         headers = {**JSON, "Content-Encoding": "gzip"}
         async with client.post("/body", data=gzip.compress(b"{}"), headers=headers) as answer:
             assert (answer.status, "Content-Encoding" in await answer.json()) == (415, True)
+    assert api.refused == ["single 1", "validation"] * 4
 
 
 JSON_HEAD = b"POST /body HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -192,6 +199,10 @@ async def test_a_stream_without_events_has_comments(monkeypatch: pytest.MonkeyPa
     async with serving(events(number=2, pause=1000)) as client, client.get("/events") as answer:
         assert answer.headers["x-request-id"]
         assert await answer.content.readexactly(18) == b"data: {}\n\n:\n\n:\n\n:\n"
+    async with serving(events()) as client, client.get("/events") as answer:
+        assert await answer.read() == b"data: {}\n\n" * 3
+        while any("_keep_alive" in repr(task) for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
 
 
 @run_async
@@ -248,14 +259,15 @@ async def test_connections_above_the_limit_are_closed(monkeypatch: pytest.Monkey
 @run_async
 async def test_without_a_model_calls_fail_and_have_an_id() -> None:
     async with serving(answering(), loaded=False) as client:
-        async with client.get("/thing", headers={"X-Request-Id": "my id"}) as answer:
+        async with client.get("/thing", headers={"X-Correlation-Id": "other", "X-Request-Id": "my id"}) as answer:
             assert (answer.status, await answer.json()) == (503, "the model is still loading")
             assert answer.headers["x-request-id"] == "my id"
             assert answer.headers["Retry-After"] == "1"
         async with client.get("/thing", headers={"X-Correlation-Id": "other"}) as answer:
             assert answer.headers["x-request-id"] == "other"
-        async with client.get("/thing") as one, client.get("/thing") as other:
-            assert len({one.headers["x-request-id"], other.headers["x-request-id"], ""}) == 3
+        given = "", "é", "a\tb"  # not as they are
+        answers = [await client.get("/thing", headers={"X-Request-Id": name}) for name in given]
+        assert len({answer.headers["x-request-id"] for answer in answers} | {*given}) == 6
 
 
 @pytest.mark.parametrize(
@@ -291,12 +303,16 @@ async def test_further_calls_and_bytes_are_refused() -> None:
 async def test_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("of-file\n")
     accepted = ["Bearer of-file", "bearer of-file", "Bearer key"]
-    async with serving(answering(), auth_token_path=tmp_path / "tokens", api_key=Secret("key")) as client:
+    api = Api(answering(), auth_token_path=tmp_path / "tokens", api_key=Secret("key"))
+    async with api.serving() as client:
         for given in (*accepted, "Bearer Key", "Bearer ", "key", "Bearer k\u00e9y", None):
             headers = {} if given is None else {"Authorization": given}
             async with client.get("/thing", headers=headers) as answer:
                 expected = (200, None) if given in accepted else (401, "Bearer")
                 assert (answer.status, answer.headers.get("WWW-Authenticate")) == expected, given
+        head = b"GET /thing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer \xff\r\n\r\n"
+        assert (await exchange(port_of(client), head)).startswith(b"HTTP/1.1 401 ")
+    assert api.refused == ["token"] * 6
 
 
 @run_async
@@ -304,11 +320,12 @@ async def test_a_call_knows_its_client() -> None:
     """By its credentials, or else by its address."""
 
     async def handle(call: HttpCall) -> web.Response:
-        return web.json_response([call.client.decode(errors="replace"), bool(call.identity)])
+        return web.json_response([call.client.decode(errors="replace"), bool(call.identity), call.max_inputs])
 
     operation, key = Operation("GET", "/client", handle, ERRORS), {"Authorization": "Bearer key"}
-    async with serving(operation, limit_by_address=True) as client, client.get("/client") as answer:
-        assert await answer.json() == ["127.0.0.1", False]
+    options = {"limit_by_address": True, "max_concurrent_requests_per_client": 4}
+    async with serving(operation, **options) as client, client.get("/client") as answer:
+        assert await answer.json() == ["127.0.0.1", False, 4]
     async with serving(operation, api_key=Secret("key")) as client, client.get("/client", headers=key) as answer:
         assert (await answer.json())[1]
 
@@ -327,13 +344,16 @@ async def test_origins(origins: tuple[str, ...], allowed: str | None) -> None:
     async with serving(answering(), events(), cors_allow_origin=origins) as client:
         async with client.options("/thing", headers=PREFLIGHT) as answer:
             assert answer.status == (200 if origins else 405)
-            assert answer.headers.get("Access-Control-Allow-Origin") == allowed
-            assert answer.headers.get("Access-Control-Allow-Headers") == (HEADERS if origins else None)
+            names = ("Allow-Headers", "Allow-Methods", "Max-Age", "Allow-Origin")
+            found = [answer.headers.get(f"Access-Control-{name}") for name in names]
+            assert found == [*([HEADERS, "GET, POST", "600"] if origins else [None] * 3), allowed]
         async with client.options("/thing", headers=PREFLIGHT | {"Access-Control-Request-Headers": "é"}) as answer:
             assert not answer.headers.get("Access-Control-Allow-Headers")
+        read = [f"Access-Control-{name}" for name in ("Allow-Origin", "Expose-Headers", "Allow-Methods")]
         for path in ("/thing", "/events"):
-            async with client.get(path, headers={"Origin": "https://a"}) as answer:
-                assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+            async with client.get(path, headers=PREFLIGHT) as answer:  # which only OPTIONS is
+                found = [answer.headers.get(name) for name in (*read, "Vary")]
+                assert found == [allowed, allowed and "*", None, "Origin" if origins else None]
 
 
 # --- the end of a server ---
@@ -362,7 +382,10 @@ async def test_a_drain_waits_for_running_calls_but_not_for_bodies() -> None:
 
 @run_async
 async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
-    async def handle(_call: HttpCall) -> web.Response:
+    connections: list[Any] = []
+
+    async def handle(call: HttpCall) -> web.Response:
+        connections.append(call.request.protocol)
         return web.Response(body=b"x" * (32 << 20))
 
     api = Api(Operation("GET", "/large", handle, ERRORS))
@@ -375,4 +398,5 @@ async def test_a_drain_waits_until_a_large_answer_is_read() -> None:
         assert not idle.done()
         await reader.readexactly(32 << 20)
         await asyncio.wait_for(idle, 5)
+        assert connections[0]._read_timer.cancelled()  # it may stay open
         writer.close()

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from batches import EOS, limits
 from harness import run_async
-from http_port import NO_AUTH, serving
+from http_port import serving
 from repository import REPOSITORY
 
 from tgis.api.http import responses
+from tgis.api.http.auth import HttpAuth
 from tgis.api.http.debug import debug_route
 from tgis.api.http.responses import best_first, timing_headers
 from tgis.batcher.batcher import Batcher
@@ -64,21 +65,25 @@ def test_the_docs_explain_every_reason() -> None:
 
 
 @pytest.mark.parametrize("state", [BUSY, None])
+@pytest.mark.parametrize("api_key", ["key", None])
 @run_async
-async def test_it_is_json_and_browsers_load_it_again(state: BatchState | None) -> None:
+async def test_it_is_json_and_browsers_load_it_again(state: BatchState | None, api_key: str | None) -> None:
     async def inspect() -> BatchState:
         if state is None:
             raise Unavailable("it is gone")
         return state
 
     async with (
-        serving([debug_route(NO_AUTH, inspect)]) as port,
+        serving([debug_route(HttpAuth(None, api_key, lambda: None), inspect)]) as port,
         aiohttp.ClientSession() as client,
         client.get(f"http://127.0.0.1:{port}/debug/batch") as answer,
     ):
         body, headers = await answer.read(), answer.headers
     assert (answer.content_type, headers["Cache-Control"], headers["Refresh"]) == ("application/json", "no-store", "2")
-    if state is None:
+    if api_key:
+        assert (answer.status, json.loads(body)) == (401, {"error": "a valid bearer token is required"})
+    elif state is None:
         assert (answer.status, json.loads(body)) == (503, {"error": "it is gone"})
     else:
         assert (answer.status, msgspec.json.decode(body, type=BatchState)) == (200, state)
+        assert body == msgspec.json.format(body, indent=2) + b"\n"

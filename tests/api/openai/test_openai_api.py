@@ -13,6 +13,7 @@ from chat_templates import LAST_MESSAGE, write_template
 from harness import wait_until
 from local_server import LocalServer, serving_locally
 from openai.types.chat import ChatCompletionChunk
+from tables import table
 from tokenizers import Tokenizer
 
 from benchmarks.soak.reconcile import parse_metrics
@@ -125,36 +126,27 @@ def test_several_prompts_of_token_ids(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == ["abab", "abab", "#", "#"]
     assert answer.usage
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 2 * 4 + 2 * 2)
-    chunks = list(client.completions.create(**params, echo=True, stream=True))
+    chunks = list(client.completions.create(**params, echo=True, logprobs=0, stream=True))
     for choice, prompt in zip(answer.choices, ["ab", "ab", "#</s>#", "#</s>#"], strict=True):
         mine = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
         assert "".join(part.text for part in mine) == prompt + choice.text
+        assert "".join(token for part in mine for token in part.logprobs.tokens).startswith(prompt + choice.text)
         assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + [choice.finish_reason]
 
 
-@pytest.mark.parametrize(
-    ("fields", "text", "num_tokens"),
-    [
-        ({"stop": IM_END}, "ab", 3),
-        ({"stop": ["zz", IM_END], "include_stop_str_in_output": True, "skip_special_tokens": False}, "ab" + IM_END, 3),
-        ({"stop_token_ids": [67]}, "ab", 4),  # "d": a token that has text is cut as a stop text is
-        ({"stop_token_ids": [67], "include_stop_str_in_output": True}, "abd", 4),
-        ({"stop_token_ids": [257], "ignore_eos": True, "n": 2}, "ab", 6),
-    ],
-)
-def test_stops_at_tokens(client: openai.OpenAI, fields: Any, text: str, num_tokens: int) -> None:
+@table("parameters", "stops at tokens")
+def test_stops_at_tokens(client: openai.OpenAI, row: dict[str, Any]) -> None:
     ways: list[dict[str, Any]] = [{}, {"stream": True, "stream_options": {"include_usage": True}}]
     for options in ways:
-        answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=fields, **options)
+        answer: Any = client.completions.create(model="", prompt=f"ab{IM_END}d", extra_body=row["fields"], **options)
         chunks = list(answer) if options else [answer]
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
-        assert "".join(choice.text for choice in choices) == text
-        assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", num_tokens)
+        assert "".join(choice.text for choice in choices) == row["text"]
+        assert (choices[-1].finish_reason, chunks[-1].usage.completion_tokens) == ("stop", row["tokens"])
 
 
 def test_models(client: openai.OpenAI) -> None:
-    first, second = client.models.list().data
-    assert (first.id, second.id, second.model_extra and second.model_extra["parent"]) == (NAME, "tuned/one", NAME)
+    _, second = client.models.list().data
     assert client.models.retrieve("tuned/one") == second
     with pytest.raises(openai.NotFoundError, match="`two\nlines` does not exist"):
         client.models.retrieve("two\nlines")
@@ -195,8 +187,12 @@ def test_routes_of_vllm(server: LocalServer) -> None:
         assert server.post("/tokenize", body) == (200, expected)
     assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": "hé"})
     assert server.post("/chat/completions", chats | {"max_tokens": "1"})[0] == 200
-    assert json.loads(server.get("/models")[1])["data"][0]["id"] == NAME
+    models = json.loads(server.get("/models")[1])["data"]
+    common = {"created": min(1e10, max(models[0]["created"], 1.7e9)), "owned_by": "tgis", "max_model_len": MAX_LENGTH}
+    named: Any = [{"id": NAME, "parent": None}, {"id": "tuned/one", "parent": NAME}]
+    assert models == [common | {"object": "model"} | names for names in named]
     assert json.loads(server.get("/load")[1]) == {"server_load": 0}
+    assert server.get("/debug/batch")[0] == 404
     assert json.loads(server.get("/version")[1]) == {"version": __version__}
 
 

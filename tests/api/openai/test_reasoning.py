@@ -18,7 +18,7 @@ from tables import table
 from demo.fake_model import make_fake_model
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.grammars import GrammarMarks
-from tgis.api.openai.reasoning import HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
+from tgis.api.openai.reasoning import COMMAND, HARMONY, REASONING_FORMATS, THINK, OutputParser, ReasoningParser, Thought
 from tgis.api.openai.tool_calls import ToolCallParser, complete_calls
 from tgis.api.openai.tool_choice import ToolChoice, ToolGrammar
 from tgis.api.openai.tool_formats import HARMONY as HARMONY_CALLS
@@ -27,6 +27,7 @@ from tgis.frontend.tokenizer import Tokenizer
 from tgis.ipc.lookups import GrammarKind, GrammarSpec
 from tgis.structured_output.compiler import compile_grammar
 
+CHAT = "/v1/chat/completions"
 FORMATS = list(dict.fromkeys(REASONING_FORMATS.values()))
 CALL = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -82,7 +83,6 @@ def test_templates_show_how_a_model_thinks(tmp_path: Path) -> None:
 MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "[THINK]", "[/THINK]"]
 SPECIAL = {mark: 257 + index for index, mark in enumerate(MARKS)}
 TABLE = byte_table([b""] * len(SPECIAL))
-ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 
 
 def accepted(spec: GrammarSpec, text: str) -> bool | None:
@@ -99,27 +99,15 @@ def test_grammars_begin_behind_thoughts(row: dict[str, Any], kind: GrammarKind) 
     assert accepted(GrammarSpec(kind, grammar, ("{}", "[]"), after_thought=rules), row["text"]) is row["accepted"]
 
 
-CALLED = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}'
-
-
-@pytest.mark.parametrize(
-    ("fields", "text", "expected"),
-    [
-        ({"tool_choice": "required"}, ANALYSIS + CALLED, True),
-        ({"tool_choice": "required"}, f"{ANALYSIS}<|channel|>final<|message|>x", None),
-        ({}, ANALYSIS + CALLED, True),
-        ({}, f"{ANALYSIS}<|channel|>final<|message|>x", True),
-        ({}, ANALYSIS + CALLED.replace("1", "x"), None),
-    ],
-)
-def test_calls_of_harmony_match_their_schemas(fields: dict[str, Any], text: str, expected: bool | None) -> None:
+@table("grammars", "calls of harmony")
+def test_calls_of_harmony_match_their_schemas(row: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tools = [{"function": {"name": "w", "parameters": schema, "strict": True}}]
-    body = msgspec.convert({"messages": [], "tools": tools, **fields}, ChatCompletionRequest)
+    body = msgspec.convert({"messages": [], "tools": tools, **row["fields"]}, ChatCompletionRequest)
     marks = GrammarMarks(SPECIAL.get)
     spec = ToolGrammar(HARMONY_CALLS, marks, HARMONY.answer).spec(ToolChoice.of(body))
     rules = marks.after_thought(HARMONY, "x", marks_answer=False)
-    assert accepted(msgspec.structs.replace(spec, after_thought=rules), text) is expected
+    assert accepted(msgspec.structs.replace(spec, after_thought=rules), row["text"]) is row["expected"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,8 +127,8 @@ async def test_answers_have_thoughts_and_their_tokens(stream: bool, monkeypatch:
     if not stream:
         outputs = [output("".join(texts), stop_reason="EOS_TOKEN", generated_token_count=700)]
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "w"}}], "stream": stream}
-    body["stream_options"] = {"include_usage": True}
-    answer = await ask("/v1/chat/completions", body, *outputs, reasoning=THINK)
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await ask(CHAT, body, *outputs, reasoning=THINK)
     parts = [choice for event in answer.body[:-1] for choice in event["choices"]] if stream else answer.body["choices"]
     deltas = [part["delta" if stream else "message"] for part in parts]
     for name in ("reasoning", "reasoning_content"):
@@ -150,6 +138,21 @@ async def test_answers_have_thoughts_and_their_tokens(stream: bool, monkeypatch:
     assert json.loads("".join(call["arguments"] for call in calls)) == {"a": 1}
     usage = (answer.body[-2] if stream else answer.body)["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(thought)}
+    assert not stream or "completion_tokens_details" not in answer.body[0]["usage"]
     assert threading.current_thread() not in threads
-    assert answer.call is not None
     assert answer.call.params.skip_special_tokens is False
+
+
+@pytest.mark.parametrize("tools", [[], [{"function": {"name": "w"}}]])
+@run_async
+async def test_thoughts_that_the_prompt_begins(tools: list[Any]) -> None:
+    """The mark before an answer is written once: behind the thought, or in the grammar of an answer or calls."""
+    body = {"messages": [{"role": "user", "content": "x" + COMMAND.begin}], "tools": tools}
+    made = output(f"Hm{COMMAND.end}", stop_reason="EOS_TOKEN", generated_token_count=9)
+    answer = await ask(CHAT, body | {"response_format": {"type": "json_object"}}, made, reasoning=COMMAND)
+    message, params = answer.body["choices"][0]["message"], answer.call.params
+    assert (message["content"], message["reasoning"], params.skip_special_tokens) == (None, "Hm", False)
+    assert answer.body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    parts = params.grammar.after_thought, params.grammar.text
+    assert [part.count("START_RESPONSE") for part in parts] == [not tools, len(tools)]
+    assert not tools or '{"type":"object"}' in parts[1]

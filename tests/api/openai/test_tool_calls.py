@@ -35,7 +35,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> TokenDecoder:
     return TokenDecoder(tokenizer, (), encoder_decoder=False, output_special_tokens=True)
 
 
-TYPES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "d": {"anyOf": True}}
+TEXT: Any = {"type": "string"}
+TYPES: Any = {"a": {"type": "integer"}, "b": {"anyOf": [TEXT, {"type": "null"}]}, "d": {"anyOf": True, "type": [[]]}}
+TYPES |= {"e": True, "f": TEXT, "g": {"oneOf": [{"type": ["string"]}]}}
 TOOLS: dict[str, Any] = {"w": {}, "x": None, "now": {"type": "object"}, "get-w": {}, "function": None}  # offered
 TOOLS["s"] = {"properties": TYPES}
 PARIS, ROME = {"city": "Paris", "unit": "c"}, {"city": 'R{o}"m\\e', "days": [1, {"a": None}]}
@@ -153,10 +155,8 @@ HOSTILE = [
     "[",
     "x",
     '{{"name": "rm"',
-    "w(a='",
-    "<function=w><parameter=a>",
-    "w<arg_key>a</arg_key>",
 ]
+HOSTILE += ["w(a='", "<function=w><parameter=a>", "w<arg_key>a</arg_key>"]
 
 
 def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
@@ -192,9 +192,10 @@ def test_deep_values_are_arguments_or_no_call() -> None:
     """Near Python's limit, JSON that can be read may be too deep to be written."""
     for depth in range(800, 1000):
         value = "[" * depth + "]" * depth
-        output = f"<tool_call><function=w><parameter=a>{value}</parameter></function></tool_call>"
-        text, calls = complete_calls(parse(QWEN3_CODER, [output]))
-        assert (text == output) != bool(calls)
+        marked = f"<tool_call><function=w><parameter=a>{value}</parameter></function></tool_call>"
+        for form, output in ((QWEN3_CODER, marked), (FORMATS["olmo3"], f"<function_calls>w(a={value})")):
+            text, calls = complete_calls(parse(form, [output]))
+            assert (text == output) != bool(calls)
 
 
 @pytest.mark.parametrize("parts", [1, 100])

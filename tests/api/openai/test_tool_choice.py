@@ -195,12 +195,8 @@ def test_what_cannot_be_enforced_is_left_out_unless_strict(
     matcher = compiled(HERMES, request(tools=tools, tool_choice="required"))
     (message,) = caplog.messages
     assert message.startswith("a JSON schema without strict is enforced in part")
-    for call, allowed in (
-        (BOOK_1, True),
-        (BOOK_1.replace("1}", "null}"), False),
-        (BOOK_1.replace("book", "free"), False),
-    ):
-        assert (accepts(matcher, f"<tool_call>\n{call}\n</tool_call>") is True) == allowed
+    for call in (BOOK_1, BOOK_1.replace("1}", "null}"), BOOK_1.replace("book", "free")):
+        assert (accepts(matcher, f"<tool_call>\n{call}\n</tool_call>") is True) == (call == BOOK_1)
     compiled(HERMES, request(tools=tools), GrammarSpec(GrammarKind.JSON_SCHEMA, '{"not": {}}', exact=False))
     book["strict"] = True
     with pytest.raises(GrammarError, match=rf"{row['problem']}.* in tools\[0\].function.parameters$"):

@@ -12,7 +12,9 @@ import pytest
 from chat_templates import write_template
 from local_server import LocalServer, local_server
 from repository import REPOSITORY
+from tables import table
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from demo.fake_model import make_fake_model
 from tgis import __version__
@@ -59,23 +61,15 @@ def test_the_bytes_of_a_stream(server: LocalServer) -> None:
 GRAMMAR: Any = {"type": "json", "value": {"enum": ["abc", 17]}}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "parameters", "text", "reason", "number"),
-    [
-        ("ab</s>cd", {"max_new_tokens": 30}, "ab", "eos_token", 3),
-        ("one two", {"max_new_tokens": 30, "stop": ["xyz", " t"]}, "one t", "stop_sequence", 5),
-        ("abcdefgh", {"max_new_tokens": 4, "truncate": 3}, "fghf", "length", 4),
-        ("x" * 30, {}, "x" * MAX_NEW, "length", MAX_NEW),  # all that fits
-        ("abc", {"max_new_tokens": 9, "grammar": GRAMMAR}, '"abc"', "eos_token", 6),
-    ],
-)
-def test_ends(server: LocalServer, inputs: str, parameters: Any, text: str, reason: str, number: int) -> None:
+@table("answers", "ends of tgi")
+def test_ends(server: LocalServer, row: dict[str, Any]) -> None:
+    inputs, parameters, number = row["inputs"], row["parameters"], row["number"]
     _, answer = post(server, "/generate", inputs, details=True, **parameters)
     _, stream = post(server, "/generate_stream", inputs, details=True, **parameters)
     last = events(stream.encode())[-1]
     for whole in (answer, last):
-        assert whole["generated_text"] == text
-        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (reason, number)
+        assert whole["generated_text"] == row["text"]
+        assert (whole["details"]["finish_reason"], whole["details"]["generated_tokens"]) == (row["reason"], number)
     assert last["index"] == number
 
 
@@ -88,6 +82,10 @@ def test_tokenize(server: LocalServer) -> None:
     for length, text in ((9_000, "the reply has more than 400000 bytes"), (90_000, "the text has more than ")):
         status, answer = post(server, "/tokenize", "a" * length)
         assert (status, text in answer["error"]) == (422, True)
+    assert server.post("/tokenize", {"prompt": "a" * 50_000})[1]["count"] == 50_000
+    assert server.post("/tokenize", {"prompt": "a" * 50_001})[0] == 422
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert server.post("/chat_tokenize", chat)[1]["error"] == "Template error: the model has no chat template"
 
 
 def test_info(server: LocalServer) -> None:
@@ -117,12 +115,14 @@ def test_refused_bodies_are_counted(server: LocalServer) -> None:
     names = [f'tgi_request_count_total{{kind="{kind}"}}' for kind in ("single", "stream")]
     names.append('tgi_request_failure_total{err="validation"}')
     before = server.metrics(*names)
-    for path, body in (("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})):
+    single: Any = ("/generate", b"{"), ("/generate", {"inputs": 1}), ("/v1/completions", {"prompt": []})
+    for path, body in (*single, ("/generate_stream", b"{")):
         assert server.post(path, body)[0] in (400, 422)
     assert post(server, "/generate_stream", "a", best_of=2)[0] == 422  # by TGI's rules
     assert post(server, "/generate", "a", max_new_tokens=9999)[0] == 422  # by the generator
-    assert server.post("/tokenize", b"{")[0] == 400  # generates nothing
-    assert [after - old for after, old in zip(server.metrics(*names), before, strict=True)] == [4, 1, 5]
+    for path in ("/tokenize", "/chat_tokenize", "/detokenize"):  # generate nothing
+        assert server.post(path, b"{")[0] == 400
+    assert [after - old for after, old in zip(server.metrics(*names), before, strict=True)] == [4, 2, 6]
 
 
 def test_calls_beyond_the_grace_period_are_told(tmp_path: Path) -> None:
@@ -149,11 +149,15 @@ def test_options_that_only_tgi_has(tmp_path: Path) -> None:
     write_template(other, "{{ messages[0].content }}!")
     tokenizer = Tokenizer.from_file(f"{other}/tokenizer.json")
     tokenizer.add_tokens(["abc"])
+    tokenizer.post_processor = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 256)])
     tokenizer.save(f"{other}/tokenizer.json")
     options = {"TOKENIZER_NAME": other, "DISABLE_GRAMMAR_SUPPORT": True, "MAX_STOP_SEQUENCES": 1}
     with local_server(tmp_path, **options) as running:
-        assert [token["text"] for token in running.post("/tokenize", {"inputs": "xabc"})[1]] == ["x", "abc"]
+        assert [token["text"] for token in running.post("/tokenize", {"inputs": "xabc"})[1]] == ["", "x", "abc"]
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        assert len(running.post("/chat_tokenize", chat)[1]["tokenize_response"]) == 2  # its template writes them
+        for body, count in (({"prompt": "abc"}, 2), ({"prompt": "abc", "add_special_tokens": False}, 1), (chat, 2)):
+            assert running.post("/tokenize", body)[1]["count"] == count
         assert running.post("/v1/chat/completions", chat)[1]["choices"][0]["message"]["content"] == "x!x!"
         status, answer = post(running, "/generate", "a", grammar=GRAMMAR)
         assert (status, answer["error"].partition(" is turned off ")[2]) == (422, "(STRUCTURED_OUTPUT)")

@@ -83,9 +83,7 @@ class Connection(web.RequestHandler):
         """aiohttp's answer, but for a malformed request one that does not quote it."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        response = web.json_response({"error": "malformed HTTP request", "error_type": "bad_request"}, status=400)
-        response.force_close()
-        return response
+        return web.json_response({"error": "malformed HTTP request", "error_type": "bad_request"}, status=400)
 
 
 class HttpServer:

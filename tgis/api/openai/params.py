@@ -28,7 +28,7 @@ def check_numbers(body: SamplingBody, call: HttpCall, num_prompts: int = 1) -> N
 
     The types of the fields that cannot be -1 have refused it.
     """
-    max_choices = min(MAX_CHOICES, max(1, call.max_inputs // num_prompts))
+    max_choices = min(MAX_CHOICES, call.max_inputs // num_prompts)
     ranges = {
         "n": (1, max_choices),
         "best_of": (body.n or 1, body.n or 1 if body.stream else max_choices),
