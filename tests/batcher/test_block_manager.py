@@ -187,6 +187,16 @@ def test_shared_blocks_are_counted_once() -> None:
     assert pool_of(one).num_used == 8
 
 
+def test_what_has_to_wait_is_overtaken_without_much_hashing() -> None:
+    """In a step about 256 blocks are hashed, and those of one prompt, to find out what may overtake."""
+    one = queued([ask(1, prompt(400), 50)], 1000, block_size=1, prefill_tokens=1000, max_batch_size=99)
+    step(one)
+    one.submit([ask(n, [*prompt(300), n]) for n in (2, 3, 4)], 0.0)
+    assert ids(step(one).seqs) == [1, 2, 3, 4]  # none of them overtakes
+    one.submit([ask(5, prompt(900, 5000)), *(ask(n, [*prompt(399), n]) for n in (6, 7, 8))], 0.0)
+    assert [ids(step(one).seqs) for _ in range(3)] == [[1, 6], [1, 7], [1, 8]]
+
+
 def test_a_preempted_sequence_reuses_its_cached_blocks() -> None:
     one = queued([ask(0, prompt(8), 20), ask(1, prompt(8, 100), 20)], 8, prefill_tokens=64)
     lost: list[Sequence] = []
@@ -250,6 +260,7 @@ def test_lookahead_preempts_nothing() -> None:
         plans = [step(one) for _ in range(10)]
         lost[lookahead] = [ids(preempted(plan)) for plan in plans]
         assert pool_of(one).num_used <= 6
+        assert one.take_counters().preemptions == sum(map(len, lost[lookahead]))
     assert lost[1] == lost[0]
     assert [1] in lost[0]
 
@@ -270,6 +281,7 @@ def soft_prompt(encoder: int, decoder: int) -> AdapterRef:
         (5, None, 0, [3, 3, 3, 3, 4]),
         (5, None, 1, [3, 3, 3, 4, 4]),
         (5, None, 9, [4, 4, 4, 4, 4]),  # no more than it may need
+        (5, soft_prompt(0, 2), 9, [4, 4, 4, 4, 4]),  # 2 + 1 + 5 tokens
         (5, soft_prompt(0, 0), 0, [3, 3, 3, 3, 4]),  # LoRA
         (5, soft_prompt(3, 0), 0, [3, 3, 3, 3, 4]),
         (5, soft_prompt(4, 0), 0, [4, 4, 4, 4, 5]),

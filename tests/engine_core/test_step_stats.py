@@ -157,4 +157,8 @@ def test_admission_counters() -> None:
     # one step begins nine chunks of them: the oldest has half of it, eight have the rest
     chunked = {"padded": False, "block_size": 1, "max_batch_size": 12}
     assert admissions([[(90, 5)] * 12], weight=9999, **chunked) == [0, 0, 3, 0]
+    assert admissions([[(90, 5)], [(90, 5)] * 11], weight=9999, **chunked) == [0, 0, 3, 0]
+    assert admissions([[(90, 5)] * 12], weight=9999, prefill_tokens=4, **chunked) == [0, 0, 7, 0]
+    # ten blocks: at worst the first needs five of them, the second the others
+    assert admissions([[(8, 9)], [(8, 12), (2, 2)]], weight=40, padded=False, block_size=4) == [0, 1, 0, 0]
     assert admissions([[(20, 5), (2, 5), (19, 5)]], padded=True, max_prefill_padding=0.2) == [1, 0, 0, 1]
