@@ -256,9 +256,8 @@ def test_lookahead_preempts_nothing() -> None:
     lost = {}
     for lookahead in (0, 1):
         one = batcher(6, lookahead=lookahead, prefix_cache=False)
-        one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(2)], 0.0)
-        plans = [step(one) for _ in range(10)]
-        lost[lookahead] = [ids(preempted(plan)) for plan in plans]
+        one.submit([ask(n, prompt(7, 100 * n), 9) for n in range(4)], 0.0)
+        lost[lookahead] = [ids(preempted(step(one))) for _ in range(28)]
         assert pool_of(one).num_used <= 6
         assert one.take_counters().preemptions == sum(map(len, lost[lookahead]))
     assert lost[1] == lost[0]

@@ -73,6 +73,11 @@ CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
         {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)},
         (400_000 + CACHED, 600_000),
     ),
+    "mapped shared memory": (
+        "0::/\n",
+        {"_": version_2("700000", 100_000) | {"memory.stat": STAT.replace("} 50", "} 900").format("", "file_mapped")}},
+        (600_000, 700_000),
+    ),
     "a path of the host": ("0::/kubepods/pod1/abc\n", {"_": version_2("700000", 100_750)}, (600_000, 700_000)),
 }
 
@@ -114,24 +119,32 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     defaults: dict[str, Any] = {"estimate_memory": "auto", "batch_safety_margin": None}
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
-    def found(device: str, to_load: int = 0, **changes: Any) -> int:
+    def found(device: str, to_load: int = 0, extra: int = 0, **changes: Any) -> int:
         options = engine_options(tmp_path, **defaults | changes)
-        return KVBudget(options, torch.device(device), 100, 16, to_load).num_blocks(1, lambda: 100)
+        return KVBudget(options, torch.device(device), 100, 16, to_load, extra).num_blocks(1, lambda: 100)
 
     assert found("cuda") == 920 - 100
     assert found("cuda", batch_safety_margin=5) == 950 - 100
-    assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
+    assert found("cuda", adapter_store=AdapterStoreOptions(None, 50, 0)) == 950 * 8 // 10 - 100
     assert found("cuda", estimate_memory="off") == 800
     assert found("cuda", estimate_memory="manual", batch_safety_margin=99) == 16  # one request of 256 tokens
-    assert KVBudget(engine_options(tmp_path), CPU, 100, 16).num_blocks(0, lambda: 1 << 40) == 16 * 100  # no attention
+    options = engine_options(tmp_path, max_sequence_length=250)
+    assert KVBudget(options, CPU, 100, 16, 0, 3).num_blocks(0, lambda: 1 << 40) == (16 + 3) * 100  # no attention
+    assert found("cuda", extra=3) == 800 - 100
     assert found("cpu") == 800 * 4 // 10
     assert found("cpu", to_load=500) == 400 * 4 // 10
     assert found("cpu", num_shards=4, nnodes=2) == 400 * 4 // 10
     assert found("cpu", to_load=500, kv_cache_bytes=500) == 500
+    assert found("cpu", num_shards=2, nnodes=2, kv_cache_bytes=500) == 250
     with pytest.raises(StartError, match=r"^no memory is left for a KV cache of 500 bytes, 499 bytes are free: lower"):
         found("cpu", to_load=501, kv_cache_bytes=500)
-    with pytest.raises(StartError, match="no memory is left"):
+    with pytest.raises(StartError, match="a KV cache of 1 bytes, 120 bytes are free"):
         found("cpu", to_load=880)
+    monkeypatch.setattr(available, "available_memory", lambda _: 3500)
+    assert (found("cuda", kv_cache_bytes=1100), found("cpu")) == (1100, 1120)
+    monkeypatch.setattr(available, "available_memory", lambda _: 1300)
+    assert found("cuda") == 1088  # not 1096: a multiple of 64
+    monkeypatch.setattr(available, "available_memory", lambda _: 1000)
     for (size, rows, cache), expected in {(10, 4, 0): (4, 4), (10, 4, 1): (8, 4), (10, 99, 1): (16, 16)}.items():
         options = engine_options(tmp_path, **defaults, prefix_cache=bool(cache))
         slots, rest = KVBudget(options, CPU, rows, 16).with_states(size, lambda: 100)

@@ -22,6 +22,7 @@ from tgis.utils.logs import format_bytes
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SMOLLM2 = 134_515_008  # parameters; the embeddings are its head too
 LINEARS = 134_479_872  # of them in linear layers, the head being one
+OUTPUTS = 30 * (576 * 3 + 192 * 2 + 1536 * 2)  # of the others
 HEAD = 49152 * 576
 LOADED = {"bfloat16": 2 * SMOLLM2, "float32": 2 * SMOLLM2 + 4 * HEAD}  # bytes at least; weights stay as saved
 
@@ -61,14 +62,16 @@ def test_what_fits_is_loaded_and_what_does_not_is_refused(
         load_model(options, CPU)
 
 
-@pytest.mark.parametrize(("asked", "bits"), [("int4", 5), ("int8", 8)])
-def test_quantizing_is_predicted_to_need_little_beside_the_result(smollm2_dir: Path, asked: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "result"), [("int4", (LINEARS - HEAD) * 5 // 8), ("int8", LINEARS - HEAD + 4 * OUTPUTS)]
+)
+def test_quantizing_is_predicted_to_need_little_beside_the_result(smollm2_dir: Path, asked: str, result: int) -> None:
     *_, found = look_at_model(
         engine_options(smollm2_dir, 8, dtype="bfloat16", quantize=asked, quantize_logits=True), CPU
     )
     assert found is not None
-    result = (LINEARS - HEAD) * bits // 8 + HEAD
-    assert result < found[1] < 2 * result + 2 * HEAD
+    others = 2 * (SMOLLM2 - LINEARS + HEAD)  # the embeddings stay as they are
+    assert found[1] == result + HEAD + 4 * 49152 + others + 2 * HEAD + (16 << 20)
 
 
 def test_weights_need_the_memory_of_their_ranks(smollm2_dir: Path, free: Free) -> None:
@@ -97,6 +100,7 @@ def test_a_step_is_estimated_from_shapes(name: str, width: int, others: int) -> 
         model = (AutoModelForSeq2SeqLM if name == "T5" else AutoModelForCausalLM).from_config(make_config(name))
     fixed = (8 << 20) + 10 * width * 5 * 4 + others
     assert step_bytes(model, "cpu", 2, 10) == fixed + 2 * 97 * (36 + 60)
+    assert step_bytes(model, "cpu", 2, 10, pairs=False) == fixed - others * (name == "T5") + 2 * 97 * (36 + 60)
     assert step_bytes(model, "cpu", 2, 10, logits=1000) == fixed + 1000 * 97 * 4
     assert step_bytes(model, "cpu", 10**5, 10) == fixed + 97 * 10**5 * 36 + (30 << 20)
     assert step_bytes(model, "cuda", 10**6, 10, logprobs=10**8) == fixed + 97 * 10**6 * 36 + (960 << 20)

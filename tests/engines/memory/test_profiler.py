@@ -76,6 +76,7 @@ class SyntheticEngine(Engine):
         )
         assert all(max(seq.tokens) < min(self.info.vocab_size, self.info.input_vocab_size) for seq in plan.seqs)
         assert len(self.rows) <= self.max_batch_size
+        assert {seq.request.logprob_options.top_n_tokens for seq in plan.seqs} == {10}
         ends = [seq.num_computed_tokens + n for seq, n in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
         assert all(len(seq.tokens) >= end for seq, end in zip(plan.seqs, ends, strict=True))
         rows, computed = len(plan.seqs), sum(plan.num_scheduled_tokens)
@@ -159,6 +160,7 @@ def test_the_largest_step_of_a_paged_engine(caplog: pytest.LogCaptureFixture) ->
     engine = SyntheticEngine(formula, block_size=16)
     caplog.set_level("INFO")
     peak = runner(engine).paged_peak(5000, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
+    assert not engine.rows
     assert caplog.messages == ["  64 sequences of 5000 tokens: 104 MiB beside the KV cache"]
     assert peak == pytest.approx(formula.bytes(64, 5000, 448 + 63, told=448 + 63), rel=0.001)
 
@@ -270,6 +272,7 @@ def test_a_system_that_reports_nothing_is_as_off(
 
 def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:
     with pytest.raises(
-        StartError, match=r"0 bytes are there .* 64 rows take 10 MiB.*; lower MAX_B.*grant more memory$"
+        StartError,
+        match=r"0 bytes are there .* 64 rows take 10 MiB.*: room for 0 tokens; lower MAX_B.*grant more memory$",
     ):
         start(estimate_memory="off", batch_safety_margin=100)
