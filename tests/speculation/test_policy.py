@@ -85,7 +85,15 @@ def test_after_a_step_without_proposals_some_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "drafted"),
-    [({3: 9}, 3), ({3: 60}, 0), ({3: 60, 1: 1}, 1), ({1: 4}, 3), ({1: 8}, 3), ({1: 9.5}, 0)],  # ms by number
+    [
+        ({3: 9}, 3),
+        ({3: 60}, 0),
+        ({3: 60, 1: 1}, 1),
+        ({1: 4}, 3),
+        ({1: 8}, 3),
+        ({1: 9.5}, 0),
+        ({2: 60}, 0),
+    ],  # ms by number
 )
 def test_drafting_takes_what_so_many_passes_took(passes: dict[int, float], drafted: int) -> None:
     policy = taught(Policy(16), {1: 10, 2: 10, 4: 10})
@@ -100,6 +108,12 @@ def test_steps_with_drafts_teach_what_is_not_known_of_them() -> None:
     for rows, seconds in [(4, 0.016)] * 3 + [(8, 0.026)] * 3:  # three passes take 6 ms
         policy.step_succeeded(rows, seconds, 3)
     assert policy.best(4, [[1.0] * 4]) == (1.0, [0])  # 8 rows take twice as long
+    policy = taught(Policy(16), {1: 10, 4: 10})
+    drafted = []
+    for seconds in [0.07] * 3 + [0.011] * 40:
+        policy.step_succeeded(4, seconds, 3)
+        drafted += policy.best(1, chances(0.99, most=3), [0])[1]
+    assert (drafted[2], drafted[-1]) == (0, 3)  # passes have become faster
 
 
 def test_costs_are_measured_and_forgotten() -> None:
@@ -115,6 +129,10 @@ def test_costs_are_measured_and_forgotten() -> None:
     for _ in range(100):
         costs.add(1, 2.0)  # everything has become slower
     assert 0.9 < costs.seconds(1) < 1.3
-    for _ in range(2000):
-        costs.add(1, 1.0)
-    assert not costs.known(3)
+    for lasts in (True, False):
+        for _ in range(900 if lasts else 100):
+            costs.add(1, 1.0)
+        assert costs.known(3) == lasts  # two measurements last 1024 steps
+    for rows, seconds in [(5, 3.0)] * 3 + [(7, 1.0)] * 3:
+        costs.add(rows, seconds)
+    assert costs.seconds(6) == costs.seconds(5) > costs.seconds(7)  # they do not fall
