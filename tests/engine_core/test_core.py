@@ -15,10 +15,11 @@ from tgis.batcher.batcher import Batcher
 from tgis.batcher.capacity import BatchLimits
 from tgis.batcher.sequence import StepPlan
 from tgis.engine_core import core
-from tgis.engine_core.main import batch_limits
+from tgis.engine_core.main import _resident_cache_bytes, _token_table, batch_limits
 from tgis.engines.base import StepResult
 from tgis.engines.fake import FakeEngine
 from tgis.errors import StartError
+from tgis.ipc.lookups import Vocabulary
 from tgis.ipc.messages import (
     Cancel,
     Failed,
@@ -142,6 +143,17 @@ def test_limits_are_those_of_the_engine_and_of_the_options(tmp_path: Path) -> No
     ):
         found = batch_limits(replace(options, **asked), replace(info, **changes))
         assert found == dataclasses.replace(limits, **dict[str, Any](expected))
+
+
+def test_what_a_start_knows_of_the_model(tmp_path: Path) -> None:
+    info, words = FakeEngine(engine_options(make_fake_model(tmp_path))).info, Vocabulary([b"a", b"b"])
+    ended = _token_table(words, info, [1]) is None, _token_table(words, info, []) is None
+    assert (*ended, _token_table(Vocabulary([]), info, [1])) == (False, True, None)
+    batcher = mock.Mock(touched_share=0.25)
+    sizes = [
+        _resident_cache_bytes(replace(info, kv_cache_bytes=80, device=name), batcher) for name in ("cpu", "cuda:0")
+    ]
+    assert sizes == [20, 80]  # blocks take memory on CPUs when they are used
 
 
 def test_a_request_that_expires_in_the_queue_ends_without_a_token(tmp_path: Path) -> None:
