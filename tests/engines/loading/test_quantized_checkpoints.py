@@ -40,13 +40,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.loading import loader
-from tgis.engines.quantization.checkpoint import QuantizedCheckpoint, QuantizedLayer
+from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
+from tgis.engines.quantization.checkpoint import Format, LayerTensors, QuantizedCheckpoint, QuantizedLayer
+from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
+from tgis.engines.quantization.fp8 import Fp8Format
 from tgis.engines.quantization.gguf import read_gguf
-from tgis.engines.quantization.gptq import unpacked
+from tgis.engines.quantization.gptq import GptqFormat, unpacked
 from tgis.engines.quantization.weight import INT8, QuantizedWeight
 from tgis.errors import StartError
 
-IDS = torch.tensor([[5, 9, 13, 7, 40]])
+IDS, ONE = torch.tensor([[5, 9, 13, 7, 40]]), torch.tensor([1])
 EXPERTS = "model.layers.1.mlp.experts.down_proj_scales"
 
 
@@ -186,7 +189,7 @@ def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
     packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
     each = {key: tensor.numel() * packed.get(key.rsplit(".")[-1], 2) for key, tensor in tensors.items()}
     assert found[1] == sum(each.values()) // num_shards + 2 * 48 * 32
-    assert str(quantization).startswith("quantized as gptq, with")
+    assert str(quantization) == "quantized as gptq, with auto activations"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -257,10 +260,48 @@ def test_columns_of_one_word_are_unpacked() -> None:
     assert unpacked(rows.T, 4).tolist() == [[*range(8)], [8, 9, 10, 11, 1, 0, 0, 0]]
 
 
-def test_codes_of_another_shape() -> None:
-    weight = QuantizedWeight(torch.zeros(3, 2, dtype=torch.uint8), INT8, torch.ones(3, 1))
-    with pytest.raises(StartError, match=r"^m has \[3, 2\] codes, not \[2, 3\]$"):
-        QuantizedLayer("m", (2, 3), 6, lambda: weight).checked()
+@pytest.mark.parametrize(
+    ("shape", "offset", "error"),
+    [((2, 3), None, "m has [3, 2] codes, not [2, 3]"), ((3, 2), torch.inf, "m has a offset that is NaN or infinite")],
+)
+def test_codes_that_do_not_fit(shape: tuple[int, int], offset: float | None, error: str) -> None:
+    offsets = None if offset is None else torch.zeros(3, 1).index_fill_(0, ONE, offset)
+    weight = QuantizedWeight(torch.zeros(3, 2, dtype=torch.uint8), INT8, torch.ones(3, 1), offsets)
+    with pytest.raises(StartError, match=f"^{re.escape(error)}$"):
+        QuantizedLayer("m", shape, 6, lambda: weight).checked()
+
+
+FP8, INT8_ROWS, SCALE = Fp8Format({}), BitsAndBytesFormat({}), torch.ones(1)
+FLOATS, BYTES = torch.ones(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 4, dtype=torch.int8)
+NAN = torch.ones(2, 4).index_fill_(1, ONE, torch.nan).to(torch.float8_e4m3fn)
+STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
+INPUTS = CompressedTensorsFormat(compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC))
+WITHOUT_SCALE = {"weight": BYTES, "weight_scale": torch.ones(2, 1), "input_scale": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors", "error"),
+    [
+        (FP8, {"weight": NAN, "weight_scale": SCALE}, "m has a weight that is NaN"),
+        (FP8, {"weight": FLOATS, "weight_scale": SCALE.int()}, "m: weight_scale is int32 [1], not [1, 1] numbers"),
+        (FP8, {"weight": FLOATS, "weight_scale": torch.ones(2)}, "m: weight_scale is float32 [2], not [1, 1] numb"),
+        (FP8, {"weight": FLOATS[None], "weight_scale": SCALE}, "m: weight has the shape [1, 2, 4], which is no matrix"),
+        (FP8, {"weight": FLOATS}, "'m has no weight_scale'"),
+        (INT8_ROWS, {"weight": BYTES, "SCB": torch.ones(1, 2)}, "m: SCB is float32 [1, 2], not [2, 1] numbers"),
+        (INT8_ROWS, {"weight": BYTES, "weight_format": torch.arange(2)}, "m: the weight is not stored in rows"),
+        (
+            GptqFormat(GPTQ),
+            {"qweight": ONE.int()[:, None], "qzeros": ONE.int()},
+            "m: qzeros is int32 [1], not a matrix",
+        ),
+        (INPUTS, WITHOUT_SCALE, "m: input_scale is 0.0"),
+    ],
+)
+def test_tensors_that_do_not_fit(layout: Format, tensors: dict[str, Tensor], error: str) -> None:
+    layer = LayerTensors("m")
+    layer.update(tensors)
+    with pytest.raises((StartError, KeyError), match=f"^{re.escape(error)}"):
+        layout.read(layer)
 
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -284,7 +325,7 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
         },
         r"has the shape \[56, 32\] in the files, \[48, 32\] in LlamaForCausalLM",
     ),
-    "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
+    "infinite": ({"scales": torch.ones(2, 48).index_fill_(1, ONE, torch.inf)}, "has a scale that is NaN or infinite"),
 }
 
 
@@ -312,6 +353,8 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
         (AUTO_ROUND | {"packing_format": "auto_round:mx_fp"}, "gptq with 4 bits, checkpoint_format 'mx_fp'"),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),
+        (GPTQ | {"group_size": "16"}, "quantization_config: group_size is '16', not -1 or at least 1"),
+        (BITSANDBYTES | {"load_in_4bit": True}, "quantization_config.bnb_4bit_quant_type 'fp4' is not supported: "),
         (
             BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             "quantization_config.bnb_4bit_quant_type 'nf4' is not supported: serve a GPTQ, AWQ or GGUF checkpoint of ",

@@ -66,10 +66,10 @@ def test_what_fits_is_loaded_and_what_does_not_is_refused(
     ("asked", "result"), [("int4", (LINEARS - HEAD) * 5 // 8), ("int8", LINEARS - HEAD + 4 * OUTPUTS)]
 )
 def test_quantizing_is_predicted_to_need_little_beside_the_result(smollm2_dir: Path, asked: str, result: int) -> None:
-    *_, found = look_at_model(
+    *_, how, found = look_at_model(
         engine_options(smollm2_dir, 8, dtype="bfloat16", quantize=asked, quantize_logits=True), CPU
     )
-    assert found is not None
+    assert str(how) == f"quantized to {asked}, that of the logits to int8, with auto activations"
     others = 2 * (SMOLLM2 - LINEARS + HEAD)  # the embeddings stay as they are
     assert found[1] == result + HEAD + 4 * 49152 + others + 2 * HEAD + (16 << 20)
 
