@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.capacity import CapacityLimits, PeakEstimator
+from tgis.batcher.capacity import PeakEstimator
 from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request
 
@@ -111,19 +111,20 @@ def test_requeued_sequences_have_no_wait_reason_yet() -> None:
 
 
 def test_lost_capacity_comes_back_also_from_a_single_token() -> None:
-    capacity = CapacityLimits(limits(1000, prefill_tokens=100))
+    batcher = Batcher(limits(200, prefill_tokens=100), {EOS})
+    capacity, nothing = batcher._capacity, batcher.plan(0.0)
 
     def after(steps: int) -> tuple[int, int]:
         for _ in range(steps):
-            capacity.step_succeeded()
+            batcher.commit(nothing, [], 0.0)
         return capacity.context_tokens, capacity.prefill_tokens
 
-    assert after(100) == (1000, 100)
+    assert after(100) == (200, 100)
     capacity.shrink_prefill(4)
-    assert after(200) == (1000, 2)
+    assert after(200) == (200, 2)
     capacity.shrink_context(100)
     assert [after(255), after(1)] == [(90, 2), (90 + 2, 2 + 1)]  # 256 steps after the last time
-    assert after(256 * 300) == (1000, 100)
+    assert after(256 * 110) == (200, 100)
 
 
 Lengths = list[tuple[int, int]]  # length, remaining tokens

@@ -131,12 +131,7 @@ def test_a_prompt_waits_only_for_the_shared_part() -> None:
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        lambda one, _plan: one.cancel([1]),
-        lambda one, plan: one.drop(plan.seqs),
-    ],
-    ids=["cancelled", "failed"],
+    "end", [lambda one, _plan: one.cancel([1]), lambda one, plan: one.drop(plan.seqs)], ids=["cancelled", "failed"]
 )
 def test_a_prompt_goes_on_where_the_inflight_prefix_ended(end: Callable[[Batcher, StepPlan], object]) -> None:
     one, plan = started()
@@ -220,20 +215,6 @@ def test_the_last_sequence_waits_for_blocks_and_gives_its_own_to_older_ones() ->
     assert [ids(plan.seqs) for plan in plans] == [*[[0, 1]] * 6, [0], [0], [0]]
     assert [ids(preempted(plan)) for plan in plans] == [*[[]] * 8, [1]]
     assert one.state(0.0, max_seqs=9).wait_reason is WaitReason.MEMORY
-
-
-def test_the_batch_shrinks_even_if_everything_is_cached() -> None:
-    """Sequences that find all their blocks cached need hardly any memory to come back."""
-    one = queued([ask(n, [*prompt(20), n], 8) for n in range(6)], 200, block_size=1)
-    while len(step(one).seqs) < 6:
-        pass
-    for _ in range(30):
-        plan = next_plan(one)
-        if len(plan.seqs) == 1:
-            break
-        one.rollback(plan, out_of_memory=True)
-    else:
-        raise AssertionError("the batch does not get smaller")
 
 
 def test_lookahead_blocks_come_one_step_early_and_are_no_more_in_all() -> None:

@@ -4,7 +4,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -268,14 +267,10 @@ def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> 
 
 def test_the_latest_grammars_are_compiled_once() -> None:
     """64 of them; one that is asked for again is the latest."""
-    seen, lookups = list[str](), LookupTable(lambda _: None)
-
-    def submit(find: Callable[[GrammarSpec], None], spec: GrammarSpec) -> Future[None]:
-        done = Future[None]()
-        done.set_result(find(spec))
-        return done
-
-    lookups.finders[GrammarSpec] = mock.Mock(submit=submit), lambda spec: seen.append(spec.text)
+    seen, lookups, done = list[str](), LookupTable(lambda _: None), Future[None]()
+    done.set_result(None)
+    threads = mock.Mock(submit=lambda find, spec: find(spec) or done)
+    lookups.finders[GrammarSpec] = threads, lambda spec: seen.append(spec.text)
     for number, text in enumerate([*map(str, range(64)), "0", "64", "0", "1"]):
         lookups.acquire(Acquire(number, GrammarSpec(GrammarKind.REGEX, text)))
         lookups.release([number])

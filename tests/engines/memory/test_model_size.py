@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 from batches import engine_options
-from safetensors.torch import load_file
-from tiny_models import make_config, make_model
+from tiny_models import make_config
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tgis.engines.loading.loader import load_config, load_model, look_at_model
@@ -108,13 +107,3 @@ def test_a_step_is_estimated_from_shapes(name: str, width: int, others: int) -> 
     assert step_bytes(model, "cpu", 10**5, 10) == fixed + 97 * 10**5 * 36 + (30 << 20)
     assert step_bytes(model, "cuda", 10**6, 10, logprobs=10**8) == fixed + 97 * 10**6 * 36 + (960 << 20)
     assert step_bytes(model, "cpu", 2, 10, logprobs=10**6) == 3 * 10**6 * 97 * 4
-
-
-def test_tied_weights_of_encoder_decoders_count_once(tmp_path: Path, free: Free) -> None:
-    model = make_model("T5", tmp_path)
-    weights = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
-    free(cpu=1 << 40, cuda=weights)
-    check(engine_options(model, 8), torch.float32, CUDA, AutoModelForSeq2SeqLM)
-    free(cpu=1 << 40, cuda=weights - 1)
-    with pytest.raises(StartError, match="too big"):
-        check(engine_options(model, 8), torch.float32, CUDA, AutoModelForSeq2SeqLM)

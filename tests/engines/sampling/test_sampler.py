@@ -86,6 +86,12 @@ def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> 
     assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
 
 
+def test_each_row_has_its_minimum_length() -> None:
+    rows = [make_row(SamplingParams(min_new_tokens=least), generated=4) for least in (2, 9)]
+    logits = torch.tensor([[0.0, 3.0, 0.0, 5.0, 0.0, 0.0, 0.0, 4.0]] * 2)
+    assert choose(rows, logits, eos=EOS).tokens == [3, 1]
+
+
 RANKS = replace(LOGPROBS, ranks=True)
 ROWS = [
     (SamplingParams(), LogprobOptions()),
