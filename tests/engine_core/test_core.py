@@ -34,7 +34,7 @@ from tgis.ipc.messages import (
 from tgis.ipc.request import LogprobOptions, Request, StopReason, TokenLogprobs
 from tgis.structured_output.matcher import MaskThreads
 
-LIMITS = limits(weight=10_000)
+LIMITS, PAGED = limits(weight=10_000), limits(padded=False, block_size=4)
 MAX_BYTES = 1 << 16  # of a message
 
 
@@ -80,12 +80,11 @@ def test_masks_of_outputs_that_have_ended_are_abandoned(tmp_path: Path) -> None:
     submit = Submit([Request(id_, [5, 6], 1 if id_ == 3 else 9, grammar=id_) for id_ in grammars], 0.0)
     channel = ScriptedChannel([submit], [Cancel([1])], [], [], [Shutdown()])
     lookups = mock.Mock(found=lambda id_: mock.Mock(copy=lambda: grammars[id_]))
-    threads = {"prepare": prepare, "wait": lambda: setattr(grammars[2], "ready", True)}
-    with mock.patch.multiple(MaskThreads, **{name: mock.Mock(side_effect=do) for name, do in threads.items()}):
-        with mock.patch.object(MaskThreads, "close") as closed:
-            engine = FakeEngine(engine_options(make_fake_model(tmp_path)))
-            run_core(channel, engine, limits(padded=False, block_size=4), lookups)
-        assert (MaskThreads.wait.call_count, closed.call_count) == (2, 1)
+    wait = mock.Mock(side_effect=lambda: setattr(grammars[2], "ready", True))
+    threads = {"prepare": mock.Mock(side_effect=prepare), "wait": wait, "close": mock.Mock()}
+    with mock.patch.multiple(MaskThreads, **threads):
+        run_core(channel, FakeEngine(engine_options(make_fake_model(tmp_path))), PAGED, lookups)
+    assert (wait.call_count, threads["close"].call_count) == (2, 1)
     assert [grammar.abandon.call_count for grammar in grammars.values()] == [1, 0, 1]
     assert lookups.release.mock_calls == [mock.call([1])]
     assert prepared == [[(grammars[1], [5]), (grammars[2], [5])], [(grammars[2], [5, 5])]]

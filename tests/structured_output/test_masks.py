@@ -4,7 +4,7 @@ import os
 import random
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from unittest import mock
@@ -263,18 +263,6 @@ def test_the_end_of_the_process_waits_for_no_compilation_that_is_not_begun() -> 
     blocker.set()
     threads.shutdown(wait=True)
     assert not answers
-
-
-def test_the_latest_grammars_are_compiled_once() -> None:
-    """64 of them; one that is asked for again is the latest."""
-    seen, lookups, done = list[str](), LookupTable(lambda _: None), Future[None]()
-    done.set_result(None)
-    threads = mock.Mock(submit=lambda find, spec: find(spec) or done)
-    lookups.finders[GrammarSpec] = threads, lambda spec: seen.append(spec.text)
-    for number, text in enumerate([*map(str, range(64)), "0", "64", "0", "1"]):
-        lookups.acquire(Acquire(number, GrammarSpec(GrammarKind.REGEX, text)))
-        lookups.release([number])
-    assert seen == [*map(str, range(65)), "1"]
 
 
 def test_schemas_in_lark_are_those_of_a_json_schema() -> None:

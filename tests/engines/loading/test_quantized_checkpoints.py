@@ -292,7 +292,6 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
     "negative": ({"g_idx": -G_IDX}, "g_idx -1 to 0 of 32 inputs is not 16 inputs for each group"),
     "indices": ({"g_idx": G_IDX[1:]}, r"g_idx has the shape \[31\], not \[32\]"),
     "words": ({"qweight": torch.ones(4, 48, dtype=torch.int64)}, r"qweight is int64 \[4, 48\], not a matrix of int32"),
-    "columns": ({"qweight": torch.ones(192, dtype=torch.int32)}, r"qweight has the shape \[192\], which is no matrix"),
     "zeros": ({"qzeros": torch.ones(1, 6, dtype=torch.int32)}, r"qzeros are those of \[1, 48\], scales \[2, 48\]"),
     "groups": (
         {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},

@@ -138,10 +138,10 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequence(kind: str, tmp_pa
     assert result.tokens[1:] == [tokens[:1] for tokens in expected]
 
 
-def small_llama(**sizes: int) -> LlamaForCausalLM:
+def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    small = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **small | sizes)).eval()
+    sizes = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **sizes)).eval()
 
 
 def one_layer(layers: LoraLayers, version: int, rank: int) -> LoraAdapter:

@@ -78,6 +78,7 @@ def test_ends_of_a_model(config_eos: Any, eos_token: str | None, eos_ids: tuple[
     [
         (SamplingParams(length_penalty=(0, 9.0)), [1], 1),
         (SamplingParams(length_penalty=(0, 9.0)), [], 3),  # the config names none
+        (SamplingParams(length_penalty=(2, 9.0)), [1], 3),  # not before the third token
         (SamplingParams(min_new_tokens=9), [1], 2),
         (SamplingParams(), [1], 3),
     ],
