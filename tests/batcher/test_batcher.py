@@ -82,8 +82,7 @@ def test_why_a_request_ends(one: Request, tokens: list[int], now: float, count: 
 
 def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
     batcher = Batcher(limits(padded=False, block_size=4), {EOS})
-    unending = SamplingParams(ignore_eos=True, min_new_tokens=9)
-    slow, other = batcher.submit([request_with(unending, 9), request(2)], 0.0)
+    slow, other = batcher.submit([request_with(SamplingParams(ignore_eos=True, min_new_tokens=9), 9), request(2)], 0.0)
     slow.grammar = mock.Mock(ready=True)
     assert run_step(batcher)[0].seqs == [slow, other]
     slow.grammar.ready = False
