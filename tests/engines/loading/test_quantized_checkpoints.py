@@ -287,6 +287,7 @@ def test_tensors_that_do_not_fit(layout: Format, tensors: dict[str, Tensor], err
 
 LAYER = "model.layers.0.mlp.up_proj"
 G_IDX = torch.arange(32, dtype=torch.int32) // 16
+UNKNOWN = {"x.qweight": torch.ones(4, 48).int(), "x.qzeros": torch.ones(2, 6).int(), "x.scales": torch.ones(2, 48)}
 CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
     "order": ({"g_idx": G_IDX.where(G_IDX < 1, 2)}, "g_idx 0 to 2 of 32 inputs is not 16 inputs for each group"),
     "negative": ({"g_idx": -G_IDX}, "g_idx -1 to 0 of 32 inputs is not 16 inputs for each group"),
@@ -305,6 +306,7 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
         },
         r"has the shape \[56, 32\] in the files, \[48, 32\] in LlamaForCausalLM",
     ),
+    "place": (UNKNOWN, r"is quantized, but is no linear layer of LlamaForCausalLM \(of 1 such\)"),
     "infinite": ({"scales": torch.ones(2, 48).index_fill_(1, ONE, torch.inf)}, "has a scale that is NaN or infinite"),
 }
 
@@ -316,7 +318,7 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
     quantized_copy(path, gptq(4, 16, 1), GPTQ)
     found = load_file(path / "model.safetensors") | {f"{LAYER}.{key}": tensor for key, tensor in tensors.items()}
     save_file(found, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StartError, match=rf"(^|: ){LAYER}(:|\.weight)? {error}$"):
+    with pytest.raises(StartError, match=rf"(^|: ){LAYER}(:|\.weight|\.x)? {error}$"):
         load(path)
 
 

@@ -58,6 +58,7 @@ def version_1(limit: int, used: int) -> dict[str, str]:
 
 MACHINE = 8000 << 10, 10000 << 10
 CACHED = 750  # bytes of files that nobody maps
+MAPPED = version_2("700000", 100_000) | {"memory.stat": STAT.replace("} 50", "} 900").format("", "file_mapped")}
 CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
     "no limit": ("0::/\n", {"_": {}}, MACHINE),
     "a container": ("0::/\n", {"_": version_2("1000000", 400_000)}, (600_000 + CACHED, 1_000_000)),
@@ -72,11 +73,7 @@ CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
         {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)},
         (400_000 + CACHED, 600_000),
     ),
-    "mapped shared memory": (
-        "0::/\n",
-        {"_": version_2("700000", 100_000) | {"memory.stat": STAT.replace("} 50", "} 900").format("", "file_mapped")}},
-        (600_000, 700_000),
-    ),
+    "mapped shared memory": ("0::/\n", {"_": MAPPED}, (600_000, 700_000)),
     "a path of the host": ("0::/kubepods/pod1/abc\n", {"_": version_2("700000", 100_750)}, (600_000, 700_000)),
 }
 
