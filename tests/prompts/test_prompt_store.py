@@ -14,7 +14,7 @@ from prompt_files import CONFIG, DECODER, ENCODER, KEY, SAFETENSORS, Files, matr
 
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterRef
+from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterRef, GrammarKind, GrammarSpec
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
 from tgis.prompts.tensor_file import TargetModel
@@ -181,11 +181,11 @@ class SlowStore:
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
         self.answers = queue.SimpleQueue[Acquired]()
-        self.finds: list[str] = []
+        self.finds: list[Any] = []
         self.lookups = LookupTable(self.answers.put)
         self.lookups.finders[str] = ThreadPoolExecutor(4, "adapters"), self.find
 
-    def find(self, prompt_id: str) -> StoreResult:
+    def find(self, prompt_id: Any) -> StoreResult:
         self.finds.append(prompt_id)
         self.begun.release()
         assert self.may_end.acquire(timeout=10)
@@ -219,11 +219,12 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
 
 def test_a_lookup_that_was_dropped_before_it_began_is_begun_anew() -> None:
     store = SlowStore()
+    store.lookups.finders[GrammarSpec] = store.lookups.finders[str]
     for number in range(5):
-        store.lookups.acquire(Acquire(number, f"{min(number, 4)}"))
+        store.lookups.acquire(Acquire(number, GrammarSpec(GrammarKind.REGEX, f"{number}")))
     assert all(store.begun.acquire(timeout=10) for _ in range(4))  # all threads are busy
     store.lookups.release([4])
-    store.lookups.acquire(Acquire(5, "4"))
+    store.lookups.acquire(Acquire(5, GrammarSpec(GrammarKind.REGEX, "4")))
     store.may_end.release(5)
     assert {info.lookup_id for info in store.taken(5)} == {0, 1, 2, 3, 5}
     assert store.answers.empty()
