@@ -149,11 +149,16 @@ def test_every_bound() -> None:
 def test_a_speculative_config_that_cannot_be_used_is_refused(row: dict[str, str]) -> None:
     assert row["said"] in refusal(*from_shell(row["line"])[0])
     assert "SPECULATOR_NAME='c' and" in refusal("--speculative-config", DRAFT_JSON, "--speculator-name", "c")
+    given = read("--speculative-config", '{"method": "ngram"}', "--speculation-max-tokens", "7")
+    assert (given.speculation, given.speculation_max_tokens) == ("lookup", 7)
 
 
 def test_the_error_of_a_long_text_is_short() -> None:
     assert len(refusal(PORT="9" * 5000)) < 300
-    assert "must be JSON" in refusal("--speculative-config", "[" * 5000)
+    for text in ('{"' + "a" * 5000 + '": 1}', "\udc80"):
+        said = refusal("--speculative-config", text)
+        assert "must be JSON" in said
+        assert len(said) < 400
 
 
 def test_a_key_is_shown_nowhere() -> None:

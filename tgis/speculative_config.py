@@ -27,7 +27,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def _speculative_config(text: str) -> SpeculativeConfig:
     try:
         return msgspec.json.decode(text.encode(), type=SpeculativeConfig)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         known = "ngram, suffix, draft_model or mlp_speculator"
         raise ValueError(f"must be JSON with the method {known}: {str(error)[:200]}") from None
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tgis.batcher.batcher import Batcher
-from tgis.batcher.capacity import CapacityLimits, PeakEstimator
+from tgis.batcher.capacity import PeakEstimator
 from tgis.ipc.messages import BatchState, RequestState, WaitReason
 from tgis.ipc.request import Request
 
 CHUNKED = {"padded": False, "block_size": 1}
+BLOCKS: Any = {"padded": False, "block_size": 4, "weight": 40, "prefill_tokens": 8}
 
 
 def test_the_state() -> None:
@@ -26,11 +27,11 @@ def test_the_state() -> None:
     batcher._capacity.shrink_prefill(20)
     capacity = {"token_capacity": 27, "initial_token_capacity": 40}
     capacity |= {"max_prefill_tokens": 10, "initial_max_prefill_tokens": 64, "max_batch_size": 4}
-    running, waiting = RequestState(1, 2.0, 3, 4, 2, 3), RequestState(2, 2.0, 30, 0, 0, 5)
+    running, waiting = RequestState(1, 2.123, 3, 4, 2, 3), RequestState(2, 2.123, 30, 0, 0, 5)
     expected = BatchState(
         1, 2, WaitReason.MEMORY, 2, 5, **capacity, running_requests=[running], waiting_requests=[waiting]
     )
-    assert batcher.state(3.0, max_seqs=1) == expected
+    assert batcher.state(3.1234, max_seqs=1) == expected
 
 
 def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | None:
@@ -50,7 +51,18 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
         ([[request(n) for n in range(4)], [request(9)]], {}, WaitReason.BATCH_SIZE),
         ([[request(n) for n in range(4)], [request(9)]], CHUNKED, WaitReason.BATCH_SIZE),
         ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100}, WaitReason.MEMORY),
+        ([[request(1), request(2)]], {"weight": 15}, WaitReason.MEMORY),
+        ([[request(1), request(2)]], {"weight": 2 * 8}, None),  # both as long as they may become
         ([[request(1, 50, 9), request(2, 50, 9)]], {"weight": 100, **CHUNKED}, WaitReason.MEMORY),
+        ([[request(1), request(2, 4)]], {"weight": 10, **CHUNKED}, WaitReason.MEMORY),  # each is left a spare block
+        ([[request(1), request(2, 3)]], {"weight": 10, **CHUNKED}, None),
+        ([[request(1, 24)], [request(2, 7)]], BLOCKS, WaitReason.MEMORY),  # the whole prompt of the first counts
+        ([[request(1, 24)], [request(2, 3)]], BLOCKS, None),
+        (
+            [[request(1, 50, 9), request(2, 50, 9), request(3), request(4)]],
+            {"weight": 100, "max_batch_size": 2, **CHUNKED},
+            WaitReason.MEMORY,
+        ),
         ([[request(1, 40), request(2, 40)]], {}, WaitReason.PREFILL_SIZE),
         (
             [[request(n, 90) for n in range(12)]],
@@ -58,6 +70,7 @@ def wait_reason_after(turns: list[list[Request]], **kind: Any) -> WaitReason | N
             WaitReason.PREFILL_SIZE,
         ),
         ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.1}, WaitReason.PREFILL_PADDING),
+        ([[request(1, 20), request(2, 2)]], {"max_prefill_padding": 0.45}, None),
         ([[request(1)], [request(2)]], {}, WaitReason.DECODES_FIRST),
         ([[request(1)], [request(2)], []], {}, None),
     ],
@@ -66,11 +79,12 @@ def test_wait_reasons(turns: list[list[Request]], kind: Any, reason: WaitReason 
     assert wait_reason_after(turns, **kind) is reason
 
 
-@pytest.mark.parametrize("kind", [{}, CHUNKED])
-def test_retry_groups_wait_for_each_other(kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "steps"), [({}, 1), (CHUNKED, 1), ({"prefill_tokens": 2, **CHUNKED}, 2)])
+def test_retry_groups_wait_for_each_other(kind: Any, steps: int) -> None:
     batcher = queued([request(n) for n in range(4)], **kind)
     batcher.rollback(next_plan(batcher), out_of_memory=False)
-    run_step(batcher)
+    for _ in range(steps):
+        run_step(batcher)
     assert batcher.state(0.0, max_seqs=9).wait_reason is WaitReason.RETRY
 
 
@@ -97,15 +111,20 @@ def test_requeued_sequences_have_no_wait_reason_yet() -> None:
 
 
 def test_lost_capacity_comes_back_also_from_a_single_token() -> None:
-    capacity = CapacityLimits(limits(1000, prefill_tokens=100))
+    batcher = Batcher(limits(200, prefill_tokens=100), {EOS})
+    capacity, nothing = batcher._capacity, batcher.plan(0.0)
+
+    def after(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            batcher.commit(nothing, [], 0.0)
+        return capacity.context_tokens, capacity.prefill_tokens
+
+    assert after(100) == (200, 100)
+    capacity.shrink_prefill(4)
+    assert after(200) == (200, 2)
     capacity.shrink_context(100)
-    capacity.shrink_prefill(1)
-    for _ in range(256):
-        capacity.step_succeeded()
-    assert (capacity.context_tokens, capacity.prefill_tokens) == (90 + 2, 1 + 1)
-    for _ in range(256 * 300):
-        capacity.step_succeeded()
-    assert (capacity.context_tokens, capacity.prefill_tokens) == (1000, 100)
+    assert [after(255), after(1)] == [(90, 2), (90 + 2, 2 + 1)]  # 256 steps after the last time
+    assert after(256 * 110) == (200, 100)
 
 
 Lengths = list[tuple[int, int]]  # length, remaining tokens

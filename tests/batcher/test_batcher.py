@@ -82,16 +82,18 @@ def test_why_a_request_ends(one: Request, tokens: list[int], now: float, count: 
 
 def test_a_sequence_stays_out_of_steps_until_its_grammar_is_ready() -> None:
     batcher = Batcher(limits(padded=False, block_size=4), {EOS})
-    slow, other = batcher.submit([request(1), request(2)], 0.0)
+    slow, other = batcher.submit([request_with(SamplingParams(ignore_eos=True, min_new_tokens=9), 9), request(2)], 0.0)
     slow.grammar = mock.Mock(ready=True)
     assert run_step(batcher)[0].seqs == [slow, other]
     slow.grammar.ready = False
     assert run_step(batcher)[0].seqs == [other]
     batcher.cancel([other.id])
+    assert other.stop_reason is StopReason.CANCELLED
     assert not batcher.plan(0.0).seqs
     assert not batcher.idle
     slow.grammar.ready = True
-    assert run_step(batcher)[0].seqs == [slow]
+    plan, ended = run_step(batcher, EOS)
+    assert plan.seqs == ended == [slow]  # nothing can follow
 
 
 def test_a_prompt_is_no_larger_beside_a_sequence_that_waits_for_its_grammar() -> None:
@@ -183,6 +185,29 @@ def test_what_does_not_fit_lets_no_older_requests_of_others_pass(kind: dict[str,
     assert joined[:3] == [0, 1, 99]
 
 
+LARGE, SMALL = 300, 20  # tokens of prompts beside one of 150; a large one does not fit
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "joins"),
+    [
+        ([(0.0, LARGE), (1.0, SMALL)], True),
+        ([(0.0, LARGE), (1.001, SMALL)], False),
+        ([(0.0, LARGE), (0.9, LARGE), (1.5, SMALL)], False),  # too late for the first
+        ([(0.0, LARGE)] * 64 + [(0.0, SMALL)], True),
+        ([(0.0, LARGE)] * 65 + [(0.0, SMALL)], False),  # no more are looked at
+    ],
+)
+def test_what_arrived_within_a_second_may_overtake(arrivals: list[tuple[float, int]], joins: bool) -> None:
+    batcher = queued([request(99, 150, 50)], 400, max_batch_size=99, padded=False, block_size=4)
+    run_step(batcher)
+    for number, (time, length) in enumerate(arrivals):
+        batcher.submit([request(number, length, 20)], time)
+    for _ in range(3):
+        run_step(batcher, now=2.0)
+    assert ids(batcher.running) == [99, len(arrivals) - 1][: 1 + joins]
+
+
 def test_sequences_that_end_in_time_make_room_for_one_that_grows() -> None:
     """They need 12 and 28 tokens, but never together."""
     batcher = queued([request(1, 10, max_new=2), request(2, 5, max_new=23)], weight=34, padded=False)
@@ -215,6 +240,11 @@ def test_a_prefill_out_of_memory_is_halved_and_the_running_sequences_stay() -> N
     assert (len(batcher.running), batcher.context_limit) == (1, 1000)
     assert ids(run_step(batcher)[0].seqs) == [0]  # its stream does not wait for all attempts
     assert ids(next_prefill(batcher).seqs) == [1, 2]
+    batcher = queued([request(0)])
+    run_step(batcher)
+    batcher.submit([request(1)], 0.0)
+    batcher.rollback(next_prefill(batcher), out_of_memory=True)
+    assert batcher.context_limit == int(2 * 5 * 0.9)  # one input cannot be halved
 
 
 def test_a_request_that_is_out_of_memory_alone_fails() -> None:
@@ -249,34 +279,34 @@ def test_after_running_out_of_memory_proposals_pause(
 
 
 def test_as_many_tokens_are_proposed_as_have_blocks_and_their_acceptance_is_counted() -> None:
-    batcher = queued([request(1, max_new=20), request(2, 1, 20)], 16, padded=False, block_size=4, proposed_tokens=5)
+    speculator = mock.Mock(**{"propose.return_value": [5, [3, 4, 5]]})
+    with mock.patch("tgis.batcher.batcher.Speculator", return_value=speculator) as made:
+        bounds = limits(16, padded=False, block_size=4, proposed_tokens=5, drafted_tokens=4, vocab_size=800)
+        batcher = Batcher(bounds, {EOS})
+    assert made.mock_calls == [mock.call(5, 6, 800, 4, bounds.max_drafting)]  # six rows for one sequence
+    batcher.submit([request(1, max_new=20), request(2, 1, 20)], 0.0)
     run_step(batcher)
     batcher.take_counters()
-    batcher._speculator = speculator = mock.Mock(**{"propose.return_value": [5, [3, 4, 5]]})
     plan = next_plan(batcher, now=1.0)
     assert (plan.drafts, plan.proposals) == ({1: 5}, {2: [3, 4]})  # three blocks, and the rest of the fourth
-    tokens, verified = [[5, 6, 8], [3, 9]], {1: [5, 6, 5, 6, 5], 2: [3, 4]}
+    tokens, verified = [[5, 6, 5, 8], [3, 9]], {1: [5, 6, 5, 6, 5], 2: [3, 4]}
     one, two = (seq.lookup for seq in plan.seqs)
     commit(batcher, plan, tokens, 1.5, verified)
-    counted = BatcherCounters(proposed_tokens=2, accepted_tokens=1, drafted_tokens=5, accepted_drafted_tokens=2)
+    counted = BatcherCounters(proposed_tokens=2, accepted_tokens=1, drafted_tokens=5, accepted_drafted_tokens=3)
     assert batcher.take_counters() == counted
     assert speculator.mock_calls == [
         mock.call.policy.may_pay(2),
         mock.call.propose(2, [(one, 18), (two, 18)]),
         mock.call.policy.step_succeeded(9, 0.5, 5),  # rows, seconds, passes of the draft model
-        mock.call.drafted(one, [5, 6, 5, 6, 5], [5, 6, 8]),
+        mock.call.drafted(one, [5, 6, 5, 6, 5], [5, 6, 5, 8]),
     ]
-    assert [seq.num_computed_tokens for seq in plan.seqs] == [6, 3]
-
-
-def test_capacity_recovers_slowly_after_out_of_memory() -> None:
-    batcher = queued([request(n, 1000, max_new=9000) for n in range(2)], weight=10**6)
-    batcher.commit(next_prefill(batcher), [[7]], 0.0)
-    batcher.rollback(next_plan(batcher), out_of_memory=True)
-    low = batcher.context_limit
-    for _ in range(300):
-        run_step(batcher)
-    assert low < batcher.context_limit < 1.1 * low
+    assert [(seq.num_computed_tokens, len(seq.block_table)) for seq in plan.seqs] == [(7, 2), (3, 1)]
+    plan = next_plan(batcher, now=2.0)
+    commit(batcher, plan, [[7], [7]], 2.5, {1: []})  # the draft model read a prompt instead: its time tells nothing
+    rest = [mock.call.policy.may_pay(2), mock.call.propose(2, [(one, 14), (two, 16)]), mock.call.drafted(one, [], [7])]
+    assert speculator.mock_calls[4:] == rest
+    batcher.cancel([1, 2])
+    assert [seq.lookup for seq in plan.seqs] == [None, None]
 
 
 @pytest.mark.parametrize(("kind", "last"), [({}, [3]), ({"padded": False, "block_size": 4}, [0, 1, 3])])

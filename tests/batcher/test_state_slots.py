@@ -115,6 +115,8 @@ def test_one_snapshot_of_the_prompt_and_one_of_the_answer_are_kept() -> None:
     requests = ask(1, prompt, 20), ask(2, prompt), ask(3, prompt, logprobs=True)
     assert [*map(world.run, requests)] == [[37], [2], [18]]
     assert (world.events["saves"], world.events["snapshots"]) == (6, 2)  # after 16, 20 and so on up to 36 tokens
+    world.batcher.flush_cache()
+    assert (world.run(ask(4, [2])), world.events["snapshots"]) == ([1], 0)
 
 
 def test_the_least_recently_used_snapshot_is_evicted() -> None:

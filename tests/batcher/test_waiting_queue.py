@@ -151,28 +151,3 @@ def test_cancelled_requests_cost_their_client_no_turns() -> None:
     world.queue.remove(set(ids(flood)))
     (late,) = world.submit(b"careless", [200])
     assert list(world.queue).index(late) == 1
-
-
-def test_what_has_overtaken_its_own_client_stays_before_later_requests() -> None:
-    """Even if those that it overtook are gone, when it is preempted."""
-    world = World()
-    world.submit(b"other", [2, 2])
-    *large, small = world.submit(b"one", [900, 900, 2])
-    world.admit(list(world.queue).index(small))
-    world.queue.remove(set(ids(large)))
-    (later,) = world.submit(b"one", [2])
-    world.preempt(0)
-    assert list(world.queue)[-2:] == [small, later]
-
-
-def test_a_preempted_sequence_keeps_its_turn() -> None:
-    """It is before all that is admitted later, which gives up its blocks first."""
-    world = World()
-    flood = world.submit(b"flood", [200] * 5)
-    world.admit(0)
-    (honest,) = world.submit(b"honest", [200])
-    while honest not in world.running:
-        world.admit(0)
-    world.preempt(world.running.index(honest))
-    assert world.queue.first is honest
-    assert all(honest.turn < seq.turn for seq in flood if seq not in world.running)

@@ -3,7 +3,6 @@
 That nothing waits for copies to a device and back shows on a GPU only: test_async_decode_gpu.py.
 """
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from tgis.engines.host_memory import HugePageBuffer
 from tgis.engines.memory.available import PROCESS, read_proc_bytes
-from tgis.engines.paged.attention import PagedKVCache
 
 CPU = torch.device("cpu")
 PAGE = 2 << 20
@@ -37,15 +35,6 @@ def test_the_kernel_is_asked_for_huge_pages() -> None:
     assert x.data_ptr() % PAGE == 0.75 * PAGE
     assert "hg" in flags_at(x.data_ptr())
     assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
-
-
-def test_layers_reach_new_pages_in_different_steps() -> None:
-    """Keys and values of a layer do at once, since two threads write them."""
-    cache, states = PagedKVCache(1 << 10, 16), torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
-    addresses = [[each.data_ptr() for each in cache.layer(index, states, states)] for index in range(30)]
-    places = sorted(keys % PAGE for keys, values in addresses if keys % PAGE == values % PAGE)
-    assert all(more - less >= PAGE / 30 / 3 for less, more in pairwise([*places, places[0] + PAGE]))
-    assert len(places) == 30
 
 
 def test_memory_is_real_where_it_has_been_written() -> None:

@@ -14,7 +14,15 @@ from prompt_files import CONFIG, DECODER, ENCODER, KEY, SAFETENSORS, Files, matr
 
 from tgis.engine_core.lookups import LookupTable
 from tgis.errors import AdapterError
-from tgis.ipc.lookups import Acquire, Acquired, AdapterProblem, AdapterStoreOptions
+from tgis.ipc.lookups import (
+    Acquire,
+    Acquired,
+    AdapterProblem,
+    AdapterRef,
+    AdapterStoreOptions,
+    GrammarKind,
+    GrammarSpec,
+)
 from tgis.prompts import catalog as catalog_module
 from tgis.prompts.soft_prompt import SoftPrompt
 from tgis.prompts.store import AdapterCache, AdapterStore, StoreResult
@@ -200,11 +208,11 @@ class SlowStore:
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
         self.answers = queue.SimpleQueue[Acquired]()
-        self.finds: list[str] = []
+        self.finds: list[Any] = []
         self.lookups = LookupTable(self.answers.put)
         self.lookups.finders[str] = ThreadPoolExecutor(4, "adapters"), self.find
 
-    def find(self, prompt_id: str) -> StoreResult:
+    def find(self, prompt_id: Any) -> StoreResult:
         self.finds.append(prompt_id)
         self.begun.release()
         assert self.may_end.acquire(timeout=10)
@@ -212,7 +220,7 @@ class SlowStore:
             raise ZeroDivisionError
         if prompt_id == "none":
             raise AdapterError("directory does not exist", AdapterProblem.NOT_FOUND)
-        return StoreResult(SoftPrompt(1, matrix()), loaded=prompt_id == "slow")
+        return StoreResult(SoftPrompt(7, matrix()), loaded=prompt_id == "slow")
 
     def taken(self, count: int) -> list[Acquired]:
         return [self.answers.get(timeout=10) for _ in range(count)]
@@ -228,11 +236,25 @@ def test_concurrent_lookups_of_one_id_load_once_and_block_no_other() -> None:
     store.lookups.release([50])  # while it loads
     store.may_end.release(2)
     infos = store.taken(51)
-    assert {info.lookup_id for info in infos} == set(range(51))
-    assert all(info.adapter and info.adapter.length == 4 and not info.reason for info in infos)
+    names = {number: "slow" if number < 50 else "other" for number in range(51)}
+    expected = {number: (AdapterRef(name, 4, 0, number, 7), "") for number, name in names.items()}
+    assert {info.lookup_id: (info.adapter, info.reason) for info in infos} == expected
     assert (sum(info.loaded for info in infos), sorted(store.finds)) == (1, ["other", "slow"])
     assert len({id(store.lookups.found(number).adapter) for number in range(50)}) == 1
     assert set(store.lookups._held) == set(range(50))
+
+
+def test_a_lookup_that_was_dropped_before_it_began_is_begun_anew() -> None:
+    store = SlowStore()
+    store.lookups.finders[GrammarSpec] = store.lookups.finders[str]
+    for number in range(5):
+        store.lookups.acquire(Acquire(number, GrammarSpec(GrammarKind.REGEX, f"{number}")))
+    assert all(store.begun.acquire(timeout=10) for _ in range(4))  # all threads are busy
+    store.lookups.release([4])
+    store.lookups.acquire(Acquire(5, GrammarSpec(GrammarKind.REGEX, "4")))
+    store.may_end.release(5)
+    assert {info.lookup_id for info in store.taken(5)} == {0, 1, 2, 3, 5}
+    assert store.answers.empty()
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,15 @@ def test_after_a_step_without_proposals_some_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "drafted"),
-    [({3: 9}, 3), ({3: 60}, 0), ({3: 60, 1: 1}, 1), ({1: 4}, 3), ({1: 8}, 3), ({1: 9.5}, 0)],  # ms by number
+    [
+        ({3: 9}, 3),
+        ({3: 60}, 0),
+        ({3: 60, 1: 1}, 1),
+        ({1: 4}, 3),
+        ({1: 8}, 3),
+        ({1: 9.5}, 0),
+        ({2: 60}, 0),
+    ],  # ms by number
 )
 def test_drafting_takes_what_so_many_passes_took(passes: dict[int, float], drafted: int) -> None:
     policy = taught(Policy(16), {1: 10, 2: 10, 4: 10})
@@ -115,6 +123,10 @@ def test_costs_are_measured_and_forgotten() -> None:
     for _ in range(100):
         costs.add(1, 2.0)  # everything has become slower
     assert 0.9 < costs.seconds(1) < 1.3
-    for _ in range(2000):
-        costs.add(1, 1.0)
-    assert not costs.known(3)
+    for lasts in (True, False):
+        for _ in range(900 if lasts else 100):
+            costs.add(1, 1.0)
+        assert costs.known(3) == lasts  # two measurements last 1024 steps
+    for rows, seconds in [(5, 3.0)] * 3 + [(7, 1.0)] * 3:
+        costs.add(rows, seconds)
+    assert costs.seconds(6) == costs.seconds(5) > costs.seconds(7)  # they do not fall

@@ -33,6 +33,7 @@ from tiny_models import make_config, make_model, make_model_from_config
 from torch import Tensor, nn
 
 from tgis.engines.quantization import compressed_tensors as reader
+from tgis.engines.quantization import weight
 from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
 from tgis.engines.quantization.checkpoint import Format, read_checkpoint
 from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
@@ -44,8 +45,12 @@ INT8 = in_bytes(1, None, "weight_scale", e4m3=False)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
+def test_each_layer_has_the_arguments_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The tensors of each fit no other; a name goes before a pattern, and this before a class."""
+    monkeypatch.setattr(weight, "_CHUNK", 1000)  # embeddings are widened in several
+    caplog.set_level("INFO", reader.__name__)
     asymmetric = GROUPS | {"symmetric": False, "group_size": 8}
     config = compressed_tensors("mixed-precision", GROUPS)
     config["config_groups"] |= {
@@ -53,7 +58,8 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
         "names": {"targets": ["model.layers.1.mlp.up_proj", "Embedding"], "weights": CHANNELS},
         "floats": {"targets": [r"re:model\.layers\.\d\.self_attn\.[kv]_proj"], "weights": E4M3},
     }
-    config["ignore"] += ["model.layers.0.self_attn.o_proj", "re:.*1.*down_proj"]
+    config["ignore"] += ["model.layers.0.self_attn.o_proj", "re:.*1.*down_proj", "re:mlp"]  # no name begins so
+    config["kv_cache_scheme"] = {}
     quantize: dict[str, Quantize | None] = {
         r"0\.self_attn\.o_proj|1\.mlp\.down_proj": None,
         r"1\.mlp\.up_proj|embed_tokens": INT8,
@@ -64,6 +70,7 @@ def test_each_layer_has_the_arguments_of_its_group(tmp_path: Path) -> None:
     expected = quantized_copy(make_model("Llama", tmp_path), quantize, config, (nn.Linear, nn.Embedding))
     logits = expected.double()(IDS).logits
     assert (load(tmp_path)(IDS).logits - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert caplog.messages == ["quantization_config has a kv_cache_scheme, which is ignored"]
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -98,7 +105,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # changes of the configurati
         {"output_activations": TOKENS},
         "Expected `null`, got `object` - at `$.config_groups[...].output_activations`",
     ),
-    "inputs": ({"input_activations": STATIC | {"symmetric": False}}, "LAYER: int weights with static asymmetric int8"),
+    "inputs": (
+        {"input_activations": STATIC | {"symmetric": False}},
+        "LAYER: int weights with static asymmetric int8 activations by ",
+    ),
     "floats": ({"input_activations": TOKENS, "weights": E4M3}, "LAYER: float weights with dynamic symmetric int8"),
     "ignored": ({"ignore": ["re:.*q_proj"]}, "LAYER is quantized, but quantization_config does not say how"),
     "targets": ({"targets": ["Embedding"]}, "LAYER is quantized, but quantization_config does not say how"),

@@ -6,7 +6,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from batches import engine_options
@@ -21,6 +23,7 @@ from tgis.engines.kernels.cpu.linear import PackedLinear
 from tgis.engines.loading import loader
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.memory import model_size
+from tgis.engines.quantization import weight as weight_module
 from tgis.engines.quantization.weight import INT4, ActivationCodes, QuantizedWeight, concatenate, quantize
 from tgis.errors import StartError
 
@@ -47,7 +50,8 @@ def test_layers_of_a_model(name: str, sizes: dict[str, int], asked: str, logits:
     path = make_model_from_config(make_config(name, **sizes), tmp_path)
     own = plain(path, name)
     head = own.get_output_embeddings()
-    model = loader.load_model(engine_options(path, quantize=asked, quantize_logits=logits), CPU)
+    with mock.patch.object(weight_module, "_CHUNK", 100):  # weights are quantized in several
+        model = loader.load_model(engine_options(path, quantize=asked, quantize_logits=logits), CPU)
     weights = {
         layer: ((module.weight if isinstance(module, nn.Linear) else module.weight.T), module.bias)
         for layer, module in own.named_modules()
@@ -113,9 +117,10 @@ def test_refusals(asked: str, config: dict[str, Any], error: str, tmp_path: Path
     path = make_model("Llama", tmp_path)
     if config:
         say_quantized(path, config)
-    with pytest.raises(StartError) as refusal:
-        loader.load_model(engine_options(path, quantize=asked, quantize_logits=True), CPU)
-    assert str(refusal.value) == error
+    for wrong in ({"quantize_logits": True}, {"quantize_activations": "int8"}):
+        with pytest.raises(StartError) as refusal:
+            loader.load_model(engine_options(path, quantize=asked, **dict[str, Any](wrong)), CPU)
+        assert str(refusal.value) == error
 
 
 def test_corrupt_weights_are_refused(tmp_path: Path) -> None:
@@ -203,11 +208,17 @@ def test_only_weights_of_one_kind_are_concatenated(other: dict[str, Any]) -> Non
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_weights_loaded_as_saved_give_the_logits_of_float32(name: str, is_kept: bool, tmp_path: Path) -> None:
     """Those of the same weights in float32 files. Gemma 3 has a constant that 16 bits would round."""
-    AutoModelForCausalLM.from_config(make_config(name)).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    dtype = torch.float16 if name == "GPT2" else torch.bfloat16
+    AutoModelForCausalLM.from_config(make_config(name)).to(dtype).save_pretrained(tmp_path / "saved")
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).save_pretrained(tmp_path / "widened")
     saved, widened = (engine_options(tmp_path / files, dtype="float32") for files in ("saved", "widened"))
     assert (loader.look_at_model(saved, CPU)[3] is not None) == is_kept
-    assert loader.look_at_model(widened, CPU)[3] is None
+    for options in (
+        widened,
+        msgspec.structs.replace(saved, cpu_isa="none"),
+        msgspec.structs.replace(saved, num_shards=2),
+    ):
+        assert loader.look_at_model(options, CPU)[3] is None
     logits, expected = (loader.load_model(options, CPU)(IDS).logits for options in (saved, widened))
     assert logits.dtype == torch.float32
     assert torch.equal(logits, expected)

@@ -40,13 +40,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tgis.engines.kernels.cpu.experts import PackedExperts
 from tgis.engines.loading import loader
-from tgis.engines.quantization.checkpoint import QuantizedCheckpoint, QuantizedLayer
+from tgis.engines.quantization.bitsandbytes import BitsAndBytesFormat
+from tgis.engines.quantization.checkpoint import Format, LayerTensors, QuantizedLayer
+from tgis.engines.quantization.compressed_tensors import CompressedTensorsFormat
+from tgis.engines.quantization.fp8 import Fp8Format
 from tgis.engines.quantization.gguf import read_gguf
-from tgis.engines.quantization.gptq import unpacked
+from tgis.engines.quantization.gptq import GptqFormat, unpacked
 from tgis.engines.quantization.weight import INT8, QuantizedWeight
 from tgis.errors import StartError
 
-IDS = torch.tensor([[5, 9, 13, 7, 40]])
+IDS, ONE = torch.tensor([[5, 9, 13, 7, 40]]), torch.tensor([1])
 EXPERTS = "model.layers.1.mlp.experts.down_proj_scales"
 
 
@@ -126,25 +129,6 @@ def test_logits_of_tied_embeddings_in_codes_do_not_round_activations(tmp_path: P
     torch.testing.assert_close(y, x @ expected.lm_head.weight.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("planted", ["attach", "pack"])
-def test_no_parameter_may_be_a_placeholder(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes that no layer gets, and a layer that is not packed."""
-    path = make_model("Llama", tmp_path)
-    quantized_copy(path, gptq(4, 16, 1), GPTQ)
-    attach = QuantizedCheckpoint.attach
-
-    def plant(checkpoint: QuantizedCheckpoint, model: PreTrainedModel) -> None:
-        if planted != "attach":
-            attach(checkpoint, model)
-        if planted == "pack":
-            vars(model.model.layers[0].self_attn.q_proj)["forward"] = str
-
-    monkeypatch.setattr(QuantizedCheckpoint, "attach", plant)
-    monkeypatch.setattr(loader, "merge_linears", lambda *_, **__: 0)
-    with pytest.raises(StartError, match=r"AssertionError: model\..*\.weight is a placeholder"):
-        load(path)
-
-
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_what_the_index_does_not_list_is_not_read(tmp_path: Path) -> None:
     """Such as the weights in the layout of Mistral's own library, beside those of transformers."""
@@ -186,7 +170,7 @@ def test_memory_and_name(num_shards: int, tmp_path: Path) -> None:
     packed = {"qweight": 4, "qzeros": 4, "g_idx": 4, "scales": 8}
     each = {key: tensor.numel() * packed.get(key.rsplit(".")[-1], 2) for key, tensor in tensors.items()}
     assert found[1] == sum(each.values()) // num_shards + 2 * 48 * 32
-    assert str(quantization).startswith("quantized as gptq, with")
+    assert str(quantization) == "quantized as gptq, with auto activations"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -257,20 +241,58 @@ def test_columns_of_one_word_are_unpacked() -> None:
     assert unpacked(rows.T, 4).tolist() == [[*range(8)], [8, 9, 10, 11, 1, 0, 0, 0]]
 
 
-def test_codes_of_another_shape() -> None:
-    weight = QuantizedWeight(torch.zeros(3, 2, dtype=torch.uint8), INT8, torch.ones(3, 1))
-    with pytest.raises(StartError, match=r"^m has \[3, 2\] codes, not \[2, 3\]$"):
-        QuantizedLayer("m", (2, 3), 6, lambda: weight).checked()
+@pytest.mark.parametrize(
+    ("shape", "offset", "error"),
+    [((2, 3), None, "m has [3, 2] codes, not [2, 3]"), ((3, 2), torch.inf, "m has a offset that is NaN or infinite")],
+)
+def test_codes_that_do_not_fit(shape: tuple[int, int], offset: float | None, error: str) -> None:
+    offsets = None if offset is None else torch.zeros(3, 1).index_fill_(0, ONE, offset)
+    weight = QuantizedWeight(torch.zeros(3, 2, dtype=torch.uint8), INT8, torch.ones(3, 1), offsets)
+    with pytest.raises(StartError, match=f"^{re.escape(error)}$"):
+        QuantizedLayer("m", shape, 6, lambda: weight).checked()
+
+
+FP8, INT8_ROWS, SCALE = Fp8Format({}), BitsAndBytesFormat({}), torch.ones(1)
+FLOATS, BYTES = torch.ones(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 4, dtype=torch.int8)
+NAN = torch.ones(2, 4).index_fill_(1, ONE, torch.nan).to(torch.float8_e4m3fn)
+STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
+INPUTS = CompressedTensorsFormat(compressed_tensors("int-quantized", CHANNELS, input_activations=STATIC))
+WITHOUT_SCALE = {"weight": BYTES, "weight_scale": torch.ones(2, 1), "input_scale": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "tensors", "error"),
+    [
+        (FP8, {"weight": NAN, "weight_scale": SCALE}, "m has a weight that is NaN"),
+        (FP8, {"weight": FLOATS, "weight_scale": SCALE.int()}, "m: weight_scale is int32 [1], not [1, 1] numbers"),
+        (FP8, {"weight": FLOATS, "weight_scale": torch.ones(2)}, "m: weight_scale is float32 [2], not [1, 1] numb"),
+        (FP8, {"weight": FLOATS[None], "weight_scale": SCALE}, "m: weight has the shape [1, 2, 4], which is no matrix"),
+        (FP8, {"weight": FLOATS}, "'m has no weight_scale'"),
+        (INT8_ROWS, {"weight": BYTES, "SCB": torch.ones(1, 2)}, "m: SCB is float32 [1, 2], not [2, 1] numbers"),
+        (INT8_ROWS, {"weight": BYTES, "weight_format": torch.arange(2)}, "m: the weight is not stored in rows"),
+        (
+            GptqFormat(GPTQ),
+            {"qweight": ONE.int()[:, None], "qzeros": ONE.int()},
+            "m: qzeros is int32 [1], not a matrix",
+        ),
+        (INPUTS, WITHOUT_SCALE, "m: input_scale is 0.0"),
+    ],
+)
+def test_tensors_that_do_not_fit(layout: Format, tensors: dict[str, Tensor], error: str) -> None:
+    layer = LayerTensors("m")
+    layer.update(tensors)
+    with pytest.raises((StartError, KeyError), match=f"^{re.escape(error)}"):
+        layout.read(layer)
 
 
 LAYER = "model.layers.0.mlp.up_proj"
 G_IDX = torch.arange(32, dtype=torch.int32) // 16
+UNKNOWN = {"x.qweight": torch.ones(4, 48).int(), "x.qzeros": torch.ones(2, 6).int(), "x.scales": torch.ones(2, 48)}
 CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
     "order": ({"g_idx": G_IDX.where(G_IDX < 1, 2)}, "g_idx 0 to 2 of 32 inputs is not 16 inputs for each group"),
     "negative": ({"g_idx": -G_IDX}, "g_idx -1 to 0 of 32 inputs is not 16 inputs for each group"),
     "indices": ({"g_idx": G_IDX[1:]}, r"g_idx has the shape \[31\], not \[32\]"),
     "words": ({"qweight": torch.ones(4, 48, dtype=torch.int64)}, r"qweight is int64 \[4, 48\], not a matrix of int32"),
-    "columns": ({"qweight": torch.ones(192, dtype=torch.int32)}, r"qweight has the shape \[192\], which is no matrix"),
     "zeros": ({"qzeros": torch.ones(1, 6, dtype=torch.int32)}, r"qzeros are those of \[1, 48\], scales \[2, 48\]"),
     "groups": (
         {"scales": torch.ones(3, 48), "qzeros": torch.ones(3, 6, dtype=torch.int32)},
@@ -284,7 +306,8 @@ CORRUPT: dict[str, tuple[dict[str, Tensor], str]] = {
         },
         r"has the shape \[56, 32\] in the files, \[48, 32\] in LlamaForCausalLM",
     ),
-    "infinite": ({"scales": torch.full((2, 48), torch.inf)}, "has a scale that is NaN or infinite"),
+    "place": (UNKNOWN, r"is quantized, but is no linear layer of LlamaForCausalLM \(of 1 such\)"),
+    "infinite": ({"scales": torch.ones(2, 48).index_fill_(1, ONE, torch.inf)}, "has a scale that is NaN or infinite"),
 }
 
 
@@ -295,7 +318,7 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
     quantized_copy(path, gptq(4, 16, 1), GPTQ)
     found = load_file(path / "model.safetensors") | {f"{LAYER}.{key}": tensor for key, tensor in tensors.items()}
     save_file(found, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(StartError, match=rf"(^|: ){LAYER}(:|\.weight)? {error}$"):
+    with pytest.raises(StartError, match=rf"(^|: ){LAYER}(:|\.weight|\.x)? {error}$"):
         load(path)
 
 
@@ -312,6 +335,8 @@ def test_corrupt_files(name: str, tmp_path: Path) -> None:
         (AWQ | {"version": "gemv"}, "awq with 4 bits, version gemv is not supported"),
         (AUTO_ROUND | {"packing_format": "auto_round:mx_fp"}, "gptq with 4 bits, checkpoint_format 'mx_fp'"),
         (GPTQ | {"group_size": 0}, "quantization_config: group_size is 0, not -1 or at least 1"),
+        (GPTQ | {"group_size": "16"}, "quantization_config: group_size is '16', not -1 or at least 1"),
+        (BITSANDBYTES | {"load_in_4bit": True}, "quantization_config.bnb_4bit_quant_type 'fp4' is not supported: "),
         (
             BITSANDBYTES | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             "quantization_config.bnb_4bit_quant_type 'nf4' is not supported: serve a GPTQ, AWQ or GGUF checkpoint of ",
@@ -338,7 +363,8 @@ def test_experts_in_codes(name: str, tmp_path: Path) -> None:
     check_logits(model, expected)
     assert sum(isinstance(module, PackedExperts) for module in model.modules()) == 2
     layer = r"model\.layers\.0\.mlp\.experts\.0\.\w+"
-    with pytest.raises(StartError, match=f"^{layer}: experts quantized as {config['quant_method']} need the kernels"):
+    needed = "the kernels for CPUs, one rank and the layout of Linear layers"
+    with pytest.raises(StartError, match=f"^{layer}: experts quantized as {config['quant_method']} need {needed}$"):
         load(path, cpu_isa="none")
 
 

@@ -70,6 +70,7 @@ def assert_logits_of(model: Path, engine: PagedEngine) -> None:
 @pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC)])
 def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     engine = load(make(tmp_path, kind, **values), longest=256)
+    assert engine.info.arithmetic.endswith(" 256")
     short, long = row(1, 20, 0), row(2, 100, 4)
     alone = last_logits(engine, short)
     torch.testing.assert_close(last_logits(engine, short, long)[:1], alone, atol=1e-5, rtol=1e-5)

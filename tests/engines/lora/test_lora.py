@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 
 from tgis.batcher.admission import MAX_ADAPTER_RANKS
 from tgis.batcher.sequence import Sequence, StepPlan
-from tgis.engines.loading.merged_linear import MergedLinearSlice, merge_linears
 from tgis.engines.lora.adapter_bank import AdapterBank
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -139,30 +138,10 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequence(kind: str, tmp_pa
     assert result.tokens[1:] == [tokens[:1] for tokens in expected]
 
 
-def test_merged_layers_are_changed_separately() -> None:
-    """As on CUDA, where the projections to queries, keys and values are merged."""
-    model = small_llama(intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
-    layers, ids = LoraLayers(model), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    linears = layers.targets
-    adapters = [
-        LoraAdapter(rank, {name: LoraLayerWeights(torch.randn(rank, i), torch.randn(rank, o)) for name, (i, o) in some})
-        for rank, some in ((2, list(linears.items())), (3, list(linears.items())[1::2]))
-    ]
-    with torch.no_grad():
-        with layers.applied(adapters):
-            expected = model(ids).logits
-        merge_linears(model, input_ids=ids)
-        assert sum(isinstance(module, MergedLinearSlice) for module in model.modules()) == 10
-        merged = LoraLayers(model)
-        assert merged.targets == linears
-        with merged.applied(adapters):
-            torch.testing.assert_close(model(ids).logits, expected)
-
-
-def small_llama(**sizes: int) -> LlamaForCausalLM:
+def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    small = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **small | sizes)).eval()
+    sizes = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=9, **sizes)).eval()
 
 
 def one_layer(layers: LoraLayers, version: int, rank: int) -> LoraAdapter:

@@ -13,7 +13,6 @@ from tgis.engines.memory import available
 from tgis.engines.memory.available import (
     PeakMeter,
     available_memory,
-    memory_for_batches,
     read_proc_bytes,
     total_memory,
     used_memory,
@@ -59,6 +58,7 @@ def version_1(limit: int, used: int) -> dict[str, str]:
 
 MACHINE = 8000 << 10, 10000 << 10
 CACHED = 750  # bytes of files that nobody maps
+MAPPED = version_2("700000", 100_000) | {"memory.stat": STAT.replace("} 50", "} 900").format("", "file_mapped")}
 CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
     "no limit": ("0::/\n", {"_": {}}, MACHINE),
     "a container": ("0::/\n", {"_": version_2("1000000", 400_000)}, (600_000 + CACHED, 1_000_000)),
@@ -73,6 +73,7 @@ CGROUPS: dict[str, tuple[str, dict[str, dict[str, str]], tuple[int, int]]] = {
         {"memory": version_1(2**63 - 4096, 7), "memory__pod": version_1(600_000, 200_000)},
         (400_000 + CACHED, 600_000),
     ),
+    "mapped shared memory": ("0::/\n", {"_": MAPPED}, (600_000, 700_000)),
     "a path of the host": ("0::/kubepods/pod1/abc\n", {"_": version_2("700000", 100_750)}, (600_000, 700_000)),
 }
 
@@ -83,13 +84,6 @@ def test_memory_within_the_limits_of_control_groups(system: System, name: str) -
     membership, groups, expected = CGROUPS[name]
     system(membership, **groups)
     assert (available_memory(CPU), total_memory(CPU)) == expected
-
-
-@pytest.mark.parametrize(("margin", "expected"), [(None, 6400), (0, 8000), (25, 6000)])
-def test_a_margin_stays_free(system: System, margin: int | None, expected: int, tmp_path: Path) -> None:
-    system("0::/\n", _={})
-    options = engine_options(tmp_path, 4, batch_safety_margin=margin)
-    assert memory_for_batches(options, CPU) == expected << 10
 
 
 def test_memory_of_gpus_that_is_reserved_and_unused_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,23 +108,26 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     defaults: dict[str, Any] = {"estimate_memory": "auto", "batch_safety_margin": None}
     monkeypatch.setattr(available, "available_memory", lambda _: 1000)
 
-    def found(device: str, to_load: int = 0, **changes: Any) -> int:
+    def found(device: str, to_load: int = 0, extra: int = 0, **changes: Any) -> int:
         options = engine_options(tmp_path, **defaults | changes)
-        return KVBudget(options, torch.device(device), 100, 16, to_load).num_blocks(1, lambda: 100)
+        return KVBudget(options, torch.device(device), 100, 16, to_load, extra).num_blocks(1, lambda: 100)
 
     assert found("cuda") == 920 - 100
-    assert found("cuda", batch_safety_margin=5) == 950 - 100
-    assert found("cuda", adapter_store=AdapterStoreOptions(None, 0, 0)) == 800 - 100
+    assert (found("cuda", batch_safety_margin=5), found("cuda", batch_safety_margin=0)) == (950 - 100, 1000 - 100)
+    assert found("cuda", adapter_store=AdapterStoreOptions(None, 50, 0)) == 950 * 8 // 10 - 100
     assert found("cuda", estimate_memory="off") == 800
     assert found("cuda", estimate_memory="manual", batch_safety_margin=99) == 16  # one request of 256 tokens
-    assert KVBudget(engine_options(tmp_path), CPU, 100, 16).num_blocks(0, lambda: 1 << 40) == 16 * 100  # no attention
+    options = engine_options(tmp_path, max_sequence_length=250)
+    assert KVBudget(options, CPU, 100, 16, 0, 3).num_blocks(0, lambda: 1 << 40) == (16 + 3) * 100  # no attention
+    assert found("cuda", extra=3) == 800 - 100
     assert found("cpu") == 800 * 4 // 10
     assert found("cpu", to_load=500) == 400 * 4 // 10
     assert found("cpu", num_shards=4, nnodes=2) == 400 * 4 // 10
     assert found("cpu", to_load=500, kv_cache_bytes=500) == 500
+    assert found("cpu", num_shards=2, nnodes=2, kv_cache_bytes=500) == 250
     with pytest.raises(StartError, match=r"^no memory is left for a KV cache of 500 bytes, 499 bytes are free: lower"):
         found("cpu", to_load=501, kv_cache_bytes=500)
-    with pytest.raises(StartError, match="no memory is left"):
+    with pytest.raises(StartError, match="a KV cache of 1 bytes, 120 bytes are free"):
         found("cpu", to_load=880)
     for (size, rows, cache), expected in {(10, 4, 0): (4, 4), (10, 4, 1): (8, 4), (10, 99, 1): (16, 16)}.items():
         options = engine_options(tmp_path, **defaults, prefix_cache=bool(cache))
@@ -139,15 +136,15 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
     assert KVBudget(options, CPU, 9, 16).with_states(160, lambda: 100)[0] == 1
     with pytest.raises(StartError, match=r"^no memory is left for states of 161 bytes: grant more memory$"):
         KVBudget(options, CPU, 9, 16).with_states(161, lambda: 100)
+    monkeypatch.setattr(available, "available_memory", lambda _: 3500)
+    assert (found("cuda", kv_cache_bytes=1100), found("cpu")) == (1100, 1120)
+    monkeypatch.setattr(available, "available_memory", lambda _: 1300)
+    assert found("cuda") == 1088  # not 1096: a multiple of 64
 
 
 def test_a_system_without_an_entry_is_told() -> None:
     with pytest.raises(OSError, match=r"^/proc/self/status has no entry VmAnything$"):
         read_proc_bytes(available.PROCESS / "status", "VmAnything")
-
-
-def test_this_machine_has_memory() -> None:
-    assert 1 << 20 < available_memory(CPU) <= total_memory(CPU) < 1 << 50
 
 
 def test_the_meter_sees_freed_memory_in_the_peak() -> None:

@@ -65,7 +65,8 @@ class SyntheticEngine(Engine):
     def __post_init__(self) -> None:
         kind = self.encoder_decoder, not self.block_size, self.max_batch_size
         sizes = 0, PASS_TOKENS, self.block_size  # the first: of the KV cache
-        self.info = EngineInfo("synthetic", "Synthetic", self.device, "none", self.vocab_size, *kind, *sizes)
+        names = "synthetic", "Synthetic", self.device, "none"
+        self.info = EngineInfo(*names, self.vocab_size, *kind, *sizes, input_vocab_size=50)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Account for the memory of the step."""
@@ -76,12 +77,14 @@ class SyntheticEngine(Engine):
         )
         assert all(max(seq.tokens) < min(self.info.vocab_size, self.info.input_vocab_size) for seq in plan.seqs)
         assert len(self.rows) <= self.max_batch_size
+        assert {seq.request.logprob_options.top_n_tokens for seq in plan.seqs} == {10}
         ends = [seq.num_computed_tokens + n for seq, n in zip(plan.seqs, plan.num_scheduled_tokens, strict=True)]
         assert all(len(seq.tokens) >= end for seq, end in zip(plan.seqs, ends, strict=True))
         rows, computed = len(plan.seqs), sum(plan.num_scheduled_tokens)
         if self.block_size:
             assert computed <= max(PASS_TOKENS, rows)
-            assert all(len(seq.block_table) * self.block_size >= end for seq, end in zip(plan.seqs, ends, strict=True))
+            assert all(len(seq.block_table) * self.block_size > end for seq, end in zip(plan.seqs, ends, strict=True))
+            assert all({*seq.block_table} <= {0, 1, 2} for seq in plan.seqs)
         else:
             computed = rows * max(plan.num_scheduled_tokens)
             computed = computed if self.encoder_decoder else min(computed, PASS_TOKENS)
@@ -98,7 +101,7 @@ class SyntheticEngine(Engine):
 
     @property
     def kv_cache_bytes(self) -> int:
-        return KV_BYTES * sum(len(row.tokens) for row in self.rows.values())
+        return 7 * MiB + KV_BYTES * sum(len(row.tokens) for row in self.rows.values())
 
     def find_peak(self, runner: DummyRunner) -> int:
         return runner.padded_peak(2046, PASS_TOKENS, chunked=True)
@@ -138,7 +141,7 @@ def test_chunks_need_what_a_full_batch_or_a_full_pass_does(formula: MemoryFormul
 
 
 @settings(max_examples=50)
-@given(formula=st.builds(MemoryFormula, square=st.floats(20, 1000)), max_length=st.integers(100, 6000))
+@given(st.builds(MemoryFormula, square=st.floats(20, 1000), told=st.just(9000)), st.integers(100, 6000))
 def test_inputs_that_are_computed_whole_need_the_square_of_the_longest(formula: MemoryFormula, max_length: int) -> None:
     """And a requeued sequence computes all of its output again."""
     engine = SyntheticEngine(formula, encoder_decoder=True)
@@ -151,16 +154,17 @@ def test_inputs_whose_square_does_not_fit_are_refused_before_they_run() -> None:
     engine = SyntheticEngine(MemoryFormula(square=1000.0), capacity=30 * GiB, encoder_decoder=True)
     with pytest.raises(StartError, match="of memory may not do"):
         runner(engine, 10 * GiB).padded_peak(8000, 0, chunked=False)
-    assert engine.peak_bytes < 10 * GiB
+    assert engine.steps == 10  # none is longer than 2048 tokens
 
 
 def test_the_largest_step_of_a_paged_engine(caplog: pytest.LogCaptureFixture) -> None:
     formula = MemoryFormula(step=5 * MiB, row=MiB, width=2000, computed=3000, told=50_000)
     engine = SyntheticEngine(formula, block_size=16)
     caplog.set_level("INFO")
-    peak = runner(engine).paged_peak(5000, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
-    assert caplog.messages == ["  64 sequences of 5000 tokens: 104 MiB beside the KV cache"]
-    assert peak == pytest.approx(formula.bytes(64, 5000, 448 + 63, told=448 + 63), rel=0.001)
+    peak = runner(engine).paged_peak(5008, 3)  # 448 of a prompt, and 64 sequences that decode, all with logprobs
+    assert not engine.rows
+    assert caplog.messages == ["  64 sequences of 5008 tokens: 104 MiB beside the KV cache"]
+    assert peak == pytest.approx(formula.bytes(64, 5008, 448 + 63, told=448 + 63), rel=0.001)
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 20])
@@ -270,6 +274,7 @@ def test_a_system_that_reports_nothing_is_as_off(
 
 def test_no_room_at_all_stops_the_start_and_says_what_to_lower(start: Start) -> None:
     with pytest.raises(
-        StartError, match=r"0 bytes are there .* 64 rows take 10 MiB.*; lower MAX_B.*grant more memory$"
+        StartError,
+        match=r"0 bytes are there .* 64 rows take 10 MiB.*: room for 0 tokens; lower MAX_B.*grant more memory$",
     ):
         start(estimate_memory="off", batch_safety_margin=100)

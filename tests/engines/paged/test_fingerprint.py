@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from batches import engine_options
+from msgspec.structs import replace
 from random_requests import KINDS, WISHES
 from safetensors.torch import load_file, save_file
 from tiny_models import LONG, limits_of, make_model_from_config, make_wide_config, outcomes, paged_engine
 
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
-from tgis.engines.loading.arithmetic import ARITHMETIC_VERSION
+from tgis.engines.loading.arithmetic import ARITHMETIC_VERSION, with_arithmetic
+from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 
 LLAMA = make_wide_config("Llama", **LONG)
@@ -46,6 +50,22 @@ def test_a_change_of_answers_is_a_new_version(tmp_path: Path, dtype: str, isa: s
     digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
     versions = dict(zip(("float32", "bfloat16"), DIGESTS[ARITHMETIC_VERSION], strict=True))
     assert digest == versions[dtype], "the arithmetic has changed: raise ARITHMETIC_VERSION and add its digests"
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "added"),
+    [
+        ({}, {"quantize_logits": True}, ""),
+        ({"quantize": "int8"}, {"quantize_logits": True}, " int8 True auto"),
+        ({"kv_cache_dtype": "int8"}, {}, " 256"),  # computed for this length
+    ],
+)
+def test_what_decides_the_numbers_is_told(changes: Any, asked: Any, added: str) -> None:
+    info = replace(EngineInfo("fake", "F", "cpu", "float32", 9, False, False, 1, 0, 1), **changes)
+    found = with_arithmetic(info, replace(engine_options(Path()), cpu_isa="avx2", num_shards=3, **asked))
+    versions = f"{torch.__version__} {transformers.__version__} avx2 {torch.backends.cpu.get_cpu_capability()}"
+    assert found.arithmetic == f"1 fake float32 {info.kv_cache_dtype} 3 {versions}{added}"
+    assert not found.invariant
 
 
 @pytest.mark.parametrize(

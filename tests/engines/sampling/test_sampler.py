@@ -86,6 +86,19 @@ def test_an_overflowing_length_penalty_samples_eos(sampling: SamplingParams) -> 
     assert (sampled.tokens, sampled.invalid, logprobs_of(sampled).logprob) == ([3], [], 0.0)
 
 
+def test_rows_that_ask_for_one_thing_only() -> None:
+    row = make_row(SamplingParams(), LogprobOptions(generated_tokens=True, ranks=True))
+    assert logprobs_of(choose([row], torch.tensor([[1.0, 2.0]]))).rank == 1
+    row = make_row(SamplingParams(bad_words=((2, 1),)), output=[2])
+    assert choose([row], torch.tensor([[0.0, 3.0, 1.0, 2.0]])).tokens == [3]
+
+
+def test_each_row_has_its_minimum_length() -> None:
+    rows = [make_row(SamplingParams(min_new_tokens=least), generated=4) for least in (2, 9)]
+    logits = torch.tensor([[0.0, 3.0, 0.0, 5.0, 0.0, 0.0, 0.0, 4.0]] * 2)
+    assert choose(rows, logits, eos=EOS).tokens == [3, 1]
+
+
 RANKS = replace(LOGPROBS, ranks=True)
 ROWS = [
     (SamplingParams(), LogprobOptions()),
