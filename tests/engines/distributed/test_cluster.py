@@ -24,6 +24,8 @@ from tgis.ipc.channel import encode_frame, receive_messages
 from tgis.ipc.messages import EngineOptions, Fatal, Ready
 
 SECRET = b"16 bytes at least"
+# Options that nodes need not have in common.
+LOCAL = {"cache_dir": "", "num_threads": 7, "strict": True, "log_level": "debug", "cluster_interface": "lo"}
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
         joining_message = encode_frame(Joining(1, 1, b"", {"X": "X"}))
         strangers[1].sendall(joining_message.replace(b"\xa1X", b"\xa1\xff"))  # no UTF-8
         strangers[2].close()
-        joining = join_in_thread(options_of(model, 1, port))
+        joining = join_in_thread(options_of(model, 1, port, **LOCAL))
         links = gathered.result(20)
         assert [*links] == [1]
         links[1].sendall(encode_frame(Joined("a:1")))
@@ -129,14 +131,14 @@ def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
     parent, followed, aborts = mock.Mock(), mock.Mock(), SimpleQueue[str]()
     parent.abort = aborts.put
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = socket.create_connection(listener.getsockname())
+        link = socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
         rank_0, _ = listener.accept()
     monkeypatch.setattr(follower, "join", lambda _options: (link, "a:1"))
     monkeypatch.setattr(follower, "_follow", followed)
     monkeypatch.setattr(ranks, "use_interface", interface := mock.Mock())
     follower.follow_node_0(parent, options := options_of(model, 1, 1, cluster_interface="eth1"))
     ((_, *given, fail, on_ready),) = (call.args for call in followed.call_args_list)
-    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.1"))
+    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.2"))
     on_ready(INFO)
     parent.send.assert_called_once_with(Ready(INFO))
     fail("failed: why")
@@ -149,17 +151,20 @@ def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
     link.close()
 
 
+NEW_FILES = "tokenizer.json", "tokenizer_config.json", "quantize_config.json", "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: {"max_sequence_length": 7}, "max_sequence_length is 7 on node 1, "),
+        (lambda model: {"max_sequence_length": 7}, "max_sequence_length is 7 on node 1, 256 on node 0"),
         (lambda model: {"dtype": "float16"}, "dtype is float16 on node 1, float32 on node 0"),
         (lambda model: altered(model, "config.json", b"}", b" }"), "config.json is "),
-        (lambda model: altered(model, "model.safetensors", b"{}", b"{ }"), "model.safetensors is "),
-        (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is "),
-        (
-            lambda model: altered(model, "tokenizer.json", b"", b"{}"),
-            "tokenizer.json is 44136fa355b3678a on node 1, missing",
+        (lambda model: altered(model, "model.safetensors", b"{}", b"{ }"), "model.safetensors is 20 bytes on node 1, "),
+        (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is 4 bytes on node 1, missing on node 0"),
+        *(
+            (lambda model, name=name: altered(model, name, b"", b"{}"), f"{name} is 44136fa355b3678a on node 1, missing")
+            for name in NEW_FILES
         ),
     ],
 )
