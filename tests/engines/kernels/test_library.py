@@ -109,14 +109,19 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None:
+def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     for _ in range(2):
         load_kernels.cache_clear()
         assert load_kernels("generic", str(tmp_path)) is not None
     assert compiled == ["generic"]
     (directory,) = tmp_path.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in directory.iterdir()} == {"lock", f"generic-{build.source_hash('generic')}.so"}
+    file = directory / f"generic-{build.source_hash('generic')}.so"
+    assert {*directory.iterdir()} == {directory / "lock", file}
+    assert file.stat().st_mode & 0o777 == 0o500
+    compiling = f"compiling CPU kernels for generic, about a minute, once for all starts with {directory}"
+    assert caplog.messages == [compiling, *[f"CPU kernels: generic ({file})"] * 2]
 
 
 @pytest.mark.usefixtures("compiled")

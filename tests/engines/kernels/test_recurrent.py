@@ -109,11 +109,11 @@ def test_computes_what_transformers_does_whatever_the_batch(
     wide = [torch.cat([x.flatten(1), x.flatten(1)], 1)[:, x[0].numel() :].view_as(x) for x in of_tokens]
     turned = [x.mT.contiguous().mT for x in of_tokens]
     states = new_states(run, state, dtype)
-    plain = [run(recurrence, *(x[:50] for x in of_tokens), *others, states, slots_of(50, -1, 0, (29, 1)))]
-    plain += [run(recurrence, *(x[30:] for x in of_tokens), *others, states, slots_of(TOKENS - 30, 1, 2))[20:]]
+    plain = [run(recurrence, *(x[:50] for x in of_tokens), *others, states, slots_of(50, -1, 1, (29, 0)))]
+    plain += [run(recurrence, *(x[30:] for x in of_tokens), *others, states, slots_of(TOKENS - 30, 0, 2))[20:]]
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     assert (torch.cat(plain) - expected).norm() < tolerance * expected.norm()
-    rest = run(recurrence, *(x[50:] for x in of_tokens), *others, states, slots_of(TOKENS - 50, 0, 0))
+    rest = run(recurrence, *(x[50:] for x in of_tokens), *others, states, slots_of(TOKENS - 50, 1, 1))
     assert (rest - expected[50:]).norm() < tolerance * expected.norm()  # from the states after the first part
     of_isas: dict[str, Tensor] = {}
     for library in kernels_here():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnx
 import pytest
@@ -20,7 +21,7 @@ from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
 from tgis.engines.onnx.decoder import GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.engine import OnnxSeq2SeqLM, load_engine
+from tgis.engines.onnx.engine import OnnxSeq2SeqLM, describe_memory, load_engine
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -105,12 +106,16 @@ def test_changing_batches_generate_what_transformers_generates_alone(
 
 
 @DECODER
-def test_the_old_layout_of_two_decoders(exports: Exports, tmp_path: Path) -> None:
+def test_the_old_layout_of_two_decoders(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = changed(exports.graphs, tmp_path / "model", "model.onnx", build_in_past)
     (directory / "model.onnx").rename(directory / "decoder_model.onnx")
     (directory / "decoder_with_past_model.onnx").symlink_to(exports.graphs / "model.onnx")
-    found = generate_all(load(directory), limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 8)
+    engine = load(directory)
+    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
     assert found == exports.expected[:3]
+    engine.find_peak(runner := mock.Mock())  # all of a prompt is in one pass
+    runner.padded_peak.assert_called_once_with(254, 256, chunked=False)
 
 
 @DECODER
@@ -185,9 +190,9 @@ def test_out_of_memory_is_distinguished_from_bugs() -> None:
         graph._run("bad shape")
 
 
-def refusal(directory: Path) -> str:
+def refusal(directory: Path, start: Callable[..., object] = load_engine) -> str:
     with pytest.raises(StartError) as caught:
-        load_engine(engine_options(directory, 8))
+        start(engine_options(directory, 8))
     return str(caught.value)
 
 
@@ -269,7 +274,8 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
     (causal / (merged := "decoder_model_merged.onnx")).touch()
     assert find_graphs(causal, encoder_decoder=False) == GraphFiles(causal / merged, causal / merged)
     needs = "which an encoder-decoder needs (see tgis convert-to-onnx)"
-    assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
+    (both / "model.onnx").touch()
+    assert refusal(both) == refusal(both, describe_memory) == f"{both} has no encoder_model.onnx, {needs}"
     (both / "encoder_model.onnx").touch()
     assert refusal(both) == f"{both} has no ONNX graphs, neither {last}"
 

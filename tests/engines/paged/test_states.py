@@ -23,6 +23,7 @@ from tiny_models import (
     paged_engine,
 )
 
+from tgis import engines
 from tgis.batcher.batcher import Batcher
 from tgis.engines.paged.engine import describe_memory
 from tgis.errors import OutOfMemory, StartError
@@ -74,6 +75,7 @@ def test_a_failed_recording_leaves_no_trace(granite: Path, monkeypatch: pytest.M
     """A step is computed again when it cannot be recorded."""
     engine, tokens = paged_engine(granite, 4), [*range(3, 33)]
     expected = logits_of_chunks(engine, tokens, [20, *[1] * 10])
+    monkeypatch.setattr(engine.runner, "dummy_logits", lambda: None)  # so that the first steps are these
     engine.runner.record_steps(engine.info)
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     assert logits_of_chunks(engine, tokens, [20, *[1] * 10]).tolist() == expected.tolist()
@@ -89,6 +91,8 @@ def test_check_knows_the_bytes_of_states(granite: Path) -> None:
 def test_what_cannot_keep_states_is_refused(granite: Path, tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"has recurrent layers: NUM_SHARD must be 1, and the device a CPU$"):
         paged_engine(granite, 4, num_shards=2)
+    with pytest.raises(StartError, match=r"keep more than a KV cache \(granitemoehybrid\) are not supported$"):
+        engines.describe_memory(engine_options(granite, 4))
     llama = make_model("Llama", tmp_path)
     options: dict[str, Any] = {"speculation": "auto", "speculation_max_tokens": 3, "speculator_path": str(granite)}
     with pytest.raises(StartError, match="cannot draft: states of recurrent layers cannot be taken back"):
