@@ -269,7 +269,7 @@ def make_wide_config(name: str, **changes: Any) -> PreTrainedConfig:
 LONG = {"max_position_embeddings": 512}
 OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface
     "BLOOM": make_wide_config("Bloom"),
-    "MPT": make_wide_config("Mpt", max_seq_len=512),
+    "MPT": make_wide_config("Mpt", max_seq_len=512, attn_config={"clip_qkv": 0.5}),
     "Falcon 7B": make_wide_config("Falcon"),
     "Falcon 40B": make_wide_config("Falcon, 40b"),
     "Falcon RW": make_wide_config("Falcon, alibi", multi_query=False, parallel_attn=False, bias=True),

@@ -223,6 +223,8 @@ def test_rotates_as_transformers_does(
     heads_last = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     for expected, found in zip(wide, heads_last, strict=True):
         assert error(expected, found.transpose(1, 2)) < ERROR[dtype]
+    exact = rotate(q.transpose(1, 2), k.transpose(1, 2), cos.double(), sin.double(), unsqueeze_dim=2)
+    assert torch.allclose(exact[0].transpose(1, 2), wide[0])  # as the model's own function
 
 
 def test_what_a_head_has_beyond_the_rotary_size_is_copied(kernels: CpuKernels) -> None:

@@ -76,10 +76,13 @@ def test_amx_is_left_alone_where_the_system_refuses_it(
     assert "CPU kernels: the system lets no process use AMX" in caplog.text
 
 
-def test_the_option_takes_every_instruction_set() -> None:
+def test_the_option_takes_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in ("auto", "none", *ISAS):
         assert config.parse([], {"MODEL_NAME": "m", "CPU_ISA": isa}, "tgis serve").cpu_isa == isa
     assert set(build.isa_flags()) <= set(ISAS)
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    flags = {"generic": (), "neon_dotprod": ("-march=armv8.2-a+dotprod",)}
+    assert build.isa_flags() == flags | {"neon_bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",)}
 
 
 @pytest.mark.parametrize("line", ["flags\t\t: fpu avx2 fma", "Features\t: fpu avx2 fma"])

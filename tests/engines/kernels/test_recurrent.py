@@ -15,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 from tgis.engines.kernels.cpu.library import DTYPES
 from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.paged import recurrence
+from tgis.errors import Unsupported
 
 deterministic = seeded
 Shapes = list[tuple[int, ...]]
@@ -73,14 +74,30 @@ def mamba(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor, *rest:
 
 OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] = [  # inputs of tokens, others, state
     (conv, [(200,)], [(200, 4), (200,)], (3, 200)),
-    (conv, [(17,)], [(17, 2), (17,)], (1, 17)),
+    (conv, [(17,)], [(17, 8), (17,)], (7, 17)),
     (delta_rule(normalize=True), [(2, 48), (2, 48), (4, 64), (4,), (4,)], [], (4, 48, 64)),
-    (delta_rule(normalize=False), [(1, 20), (1, 20), (3, 43), (3,), (3,)], [], (3, 20, 43)),
+    (delta_rule(normalize=False), [(1, 1024), (1, 1024), (3, 43), (3,), (3,)], [], (3, 1024, 43)),
     (mamba2, [(4, 64), (4,), (2, 32), (2, 32)], [(4,), (4,), (4,)], (4, 64, 32)),
-    (mamba2, [(3, 35), (3,), (1, 21), (1, 21)], [(3,), (3,), (3,)], (3, 35, 21)),
+    (mamba2, [(3, 5), (3,), (1, 1024), (1, 1024)], [(3,), (3,), (3,)], (3, 5, 1024)),
     (mamba, [(96,), (96,), (16,), (16,), (96,)], [(96, 16), (96,), (96,)], (1, 96, 16)),
     (mamba, [(37,), (37,), (5,), (5,), (37,)], [(37, 5), (37,), (37,)], (1, 37, 5)),
 ]
+
+
+TOO_LARGE: list[tuple[Callable[..., Tensor], Shapes, Shapes, str]] = [
+    (conv, [(2,)], [(2, 9), (2,)], "a convolution over 9 are not supported: at most 8"),
+    (delta_rule(normalize=True), [(1, 1025), (1, 1025), (1, 2), (1,), (1,)], [], "keys of 1025 .*: at most 1024"),
+    (mamba2, [(1, 2), (1,), (1, 1025), (1, 1025)], [(1,), (1,), (1,)], "states of 1025 .*: at most 1024"),
+]
+
+
+@pytest.mark.parametrize(("run", "inputs", "constants", "message"), TOO_LARGE)
+def test_what_is_too_large_for_a_stack_is_refused(
+    run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, message: str
+) -> None:
+    of_tokens, others = drawn(inputs, constants, torch.float32)
+    with pytest.raises(Unsupported, match=f"^recurrent layers with {message}$"):
+        run(RecurrentKernels(kernels_here()[-1]), *of_tokens, *others, torch.empty(1), slots_of(TOKENS, -1, 0))
 
 
 def drawn(inputs: Shapes, constants: Shapes, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

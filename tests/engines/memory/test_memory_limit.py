@@ -90,7 +90,8 @@ def test_every_kind_of_padded_model_is_measured(name: str, told: int, tmp_path: 
     engine.warm_up()
     assert 1000 < engine.info.token_capacity < 1 << 40
     seqs = [Sequence(Request(n, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0) for n in (1, 2)]
-    assert len(engine.step(StepPlan.compute_all(seqs)).tokens) == 2  # no dummy sequence is left
+    assert len(engine.step(plan := StepPlan.compute_all(seqs)).tokens) == 2  # no dummy sequence is left
+    assert (engine.with_drafts(plan), engine.clear_cache()) == (plan, False)
     layers = [layer for cache in engine._model._caches for layer in cache.past_key_values.layers]
     assert engine.kv_cache_bytes == sum(buffer.nbytes for layer in layers for buffer in layer.buffers)
     engine.find_peak(runner := mock.Mock())

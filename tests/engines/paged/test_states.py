@@ -4,6 +4,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ def test_check_knows_the_bytes_of_states(granite: Path) -> None:
     lines = describe_memory(engine_options(granite, 4, engine="tgis_native"))
     assert any("states of recurrent layers: 8 slots" in line for line in lines)
     assert (engine.info.state_slots, engine.info.proposed_tokens) == (8, 0)  # states cannot be taken back
+    blocks = engine.info.token_capacity // 16
+    assert engine.kv_cache_bytes == engine.info.kv_cache_bytes // blocks * (blocks + 1)  # one for padding
+    engine.find_peak(runner := mock.Mock())
+    runner.paged_peak.assert_called_once_with(256, blocks + 1)
 
 
 def test_what_cannot_keep_states_is_refused(granite: Path, tmp_path: Path) -> None:

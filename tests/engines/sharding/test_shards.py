@@ -59,7 +59,7 @@ FAMILIES = (
     *("Bart", "M2M100", "Marian", "Marian, two vocabularies", "MT5", "T5", "T5, flan", "UMT5"),
 )
 PLANS = {(name, 2, "hf_transformers") for name in ("GptOss", "T5", "GPT2", "Bart", "Bloom")}  # each has one of its kind
-FAST = {("Falcon, 40b", 4, "tgis_native")} | PLANS
+FAST = {("Falcon, 40b", 4, "tgis_native"), ("Bloom", 2, "tgis_native")} | PLANS
 WIDE = {"hidden_size": 64, "d_model": 64, "head_dim": 16, "intermediate_size": 128, "d_kv": 16, "d_ff": 128}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2

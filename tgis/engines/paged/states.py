@@ -168,8 +168,6 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         key = *self._layer, kind, next(self._calls)
         if key not in self._states:
             self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
-        if self._states[key].shape[1:] != shape:
-            raise Unsupported("a recurrent layer has several states of one kind")
         return self._states[key]
 
 
