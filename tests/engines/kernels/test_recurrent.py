@@ -25,7 +25,7 @@ TOKENS, SLOTS, LIMIT = 75, 5, (0.01, 0.9)
 class Plain:
     """Transformers' functions for one sequence from its start."""
 
-    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *_: Tensor) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *_: Tensor) -> Tensor:
         return causal_conv1d_fn(x.T[None], weight, bias, activation)[0].T
 
     def gated_delta_rule(
@@ -50,7 +50,7 @@ def decay(x: Tensor) -> Tensor:
 
 
 def conv(k: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
-    return k.causal_conv(x, weight, bias, "silu", *rest)
+    return k.causal_conv(x, weight, bias, "swish" if weight.shape[1] == 4 else None, *rest)
 
 
 def delta_rule(normalize: bool) -> Callable[..., Tensor]:

@@ -22,6 +22,7 @@ from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
+from tgis.engines.onnx import session
 from tgis.engines.onnx.decoder import GraphFiles, find_graphs, ignores_padding
 from tgis.engines.onnx.engine import OnnxSeq2SeqLM, describe_memory, load_engine
 from tgis.engines.onnx.session import Session
@@ -202,10 +203,17 @@ def test_out_of_memory_is_distinguished_from_bugs() -> None:
 
     graph = object.__new__(Session)
     graph._session = BrokenSession()
-    with pytest.raises(OutOfMemory, match=r"^the device is out of memory in a pass of onnxruntime$"):
-        graph._run("Failed to allocate memory for requested buffer of size 99")
+    for text in ("Failed to allocate memory for requested buffer of size 99", "std::bad_alloc", "CUDA: out of memory"):
+        with pytest.raises(OutOfMemory, match=r"^the device is out of memory in a pass of onnxruntime$"):
+            graph._run(text)
     with pytest.raises(Broken):
         graph._run("bad shape")
+
+
+def test_types_have_their_names_and_numbers_in_onnx() -> None:
+    for name, (dtype, number) in session._DTYPES.items():
+        kind = TensorProto.DataType.Name(number).lower()
+        assert (name, dtype) == (f"tensor({kind})", getattr(torch, kind))
 
 
 def refusal(directory: Path, start: Callable[..., object] = load_engine) -> str:

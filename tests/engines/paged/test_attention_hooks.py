@@ -35,7 +35,9 @@ FAST = [
 
 
 @pytest.mark.parametrize(("name", "kernels"), slow_except(FAST, product(OWN_ATTENTION, ("auto", "none"))))
-def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernels: str, tmp_path: Path) -> None:
+def test_logprobs_far_from_the_start_are_those_of_transformers(
+    name: str, kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where biases are large and rounded, and beyond a window, which the short prompt at load does not reach."""
     if kernels == "auto":
         kernels_of(CPU_ISA)  # or the test is skipped
@@ -48,6 +50,7 @@ def test_logprobs_far_from_the_start_are_those_of_transformers(name: str, kernel
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     expected = reference(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), atol=1e-4, rtol=0)
+    assert "failure" not in caplog.text  # of recorded steps
 
 
 ALIBI = attention_hooks._alibi

@@ -67,7 +67,7 @@ def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.Mon
         PagedEngine(options)
 
 
-@pytest.mark.parametrize("name", slow_except(["Gemma2", "M2M100"], ["Llama", "Gemma2", "M2M100"]))
+@pytest.mark.parametrize("name", slow_except(["Gemma2", "M2M100", "OPT"], ["Llama", "Gemma2", "M2M100", "OPT"]))
 def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, tmp_path: Path, caplog: Any) -> None:
     """Which are not compiled."""
     model = make_model(name, tmp_path)
@@ -75,7 +75,7 @@ def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, tmp_path: Path
     for isa, kv_cache_dtype in ((CPU_ISA, "int8"), ("none", "int8"), ("none", "auto")):
         compiles = kv_cache_dtype == "int8"
         engine = paged_engine(model, cpu_isa=isa, kv_cache_dtype=kv_cache_dtype, compile=compiles)
-        logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 70)))
+        logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 60)))
     by_kernel, by_pytorch, plain = logits
     assert (by_kernel - by_pytorch).norm() < 1e-3 * plain.norm()
     assert 1e-4 * plain.norm() < (by_pytorch - plain).norm() < 0.2 * plain.norm()
