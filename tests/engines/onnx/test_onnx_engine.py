@@ -109,12 +109,18 @@ def test_changing_batches_generate_what_transformers_generates_alone(
 
 
 @DECODER
-def test_the_old_layout_of_two_decoders(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_layout_of_two_decoders_one_sequence_at_a_time(
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where graphs see padding."""
     directory = changed(exports.graphs, tmp_path / "model", "model.onnx", build_in_past)
     (directory / "model.onnx").rename(directory / "decoder_model.onnx")
     (directory / "decoder_with_past_model.onnx").symlink_to(exports.graphs / "model.onnx")
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 8)
+    monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
     engine = load(directory)
+    assert engine.info.max_batch_size == 1
+    assert "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)" in caplog.text
     found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
     assert found == exports.expected[:3]
     engine.find_peak(runner := mock.Mock())  # all of a prompt is in one pass
@@ -167,18 +173,6 @@ def test_a_graph_that_sees_padding_is_detected(exports: Exports, monkeypatch: py
     blind = replace(engine._decoder.with_past.inputs["input_ids"])
     monkeypatch.setattr(engine._decoder.with_past, "inputs", {"input_ids": blind})
     assert not ignores_padding(engine._decoder, engine._probe_outputs)
-
-
-@DECODER
-def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
-    exports: Exports, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
-    engine = load(exports.graphs)
-    assert engine.info.max_batch_size == 1
-    assert "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)" in caplog.text
-    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
-    assert found == exports.expected[:3]
 
 
 @BOTH

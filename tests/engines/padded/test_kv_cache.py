@@ -88,9 +88,3 @@ def test_freed_slots_are_zeroed() -> None:
     model.update(poison, poison)
     model.leave(0)
     model.join([20, 3], piece=100)  # `check` looks at the padding too
-
-
-def test_bytes_per_token_counts_all_layers() -> None:
-    model = Model()
-    model.join([4], piece=100)
-    assert model.cache.bytes_per_token == LAYERS * 2 * HEADS * SIZE * 4
