@@ -137,7 +137,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid, H": LLAMA_LIKE
     | STATE_SPACE
     | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16}
-    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": (0.01, 0.9)},
     "Bamba": LLAMA_LIKE | STATE_SPACE | {"attn_layer_indices": [1]},
     "FalconH1": LLAMA_LIKE | STATE_SPACE | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
     "NemotronH": LLAMA_LIKE

@@ -299,7 +299,7 @@ def test_queries_of_any_strides(kernel: CpuAttention) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(Case([5], k_size=size) for size in (24, 528)),
+        *(Case([5], *sizes) for sizes in ((4, 1, 24), (4, 1, 528), (257, 1, 16), (4, 1, 16, 24))),
         *(Case([5], dtype=dtype) for dtype in (torch.float64, torch.float16)),
         *(Case([5], block=block) for block in (8, 24)),  # of whole panels
     ],

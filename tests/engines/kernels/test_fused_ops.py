@@ -247,11 +247,12 @@ def test_logits_are_capped_where_the_models_code_does(best_kernels: CpuKernels, 
     text.final_logit_softcapping = None
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config).eval()
+    others = fuse(copy.deepcopy(model), best_kernels)
     ids = torch.randint(3, 60, (2, 9))
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     text.final_logit_softcapping = cap = float(model(**inputs).logits.abs().max()) / 3
     expected = model(**inputs).logits
-    fuse(model, best_kernels)
+    assert fuse(model, best_kernels) == others + 1
     assert text.final_logit_softcapping is None
     assert torch.allclose(model(**inputs).logits, expected, atol=1e-5 * cap)
 

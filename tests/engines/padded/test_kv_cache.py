@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from tgis.engines.padded.kv_cache import PaddedKVCache
+from tgis.engines.memory.capacity import KVCacheCost
+from tgis.engines.padded.kv_cache import PaddedKVCache, padded_cost
 
 HEADS, SIZE, LAYERS = 2, 3, 2
 
@@ -88,3 +89,7 @@ def test_freed_slots_are_zeroed() -> None:
     model.update(poison, poison)
     model.leave(0)
     model.join([20, 3], piece=100)  # `check` looks at the padding too
+
+
+def test_copies_of_a_layer_and_a_quarter_more_rows_and_columns_are_counted() -> None:
+    assert padded_cost([60, 100], 3) == KVCacheCost(320 * 1.25**2, 2 * 320 * 64 * 3)

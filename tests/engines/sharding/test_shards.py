@@ -324,6 +324,11 @@ def test_what_does_not_divide_is_refused(name: str, shards: int, message: str) -
     assert str(caught.value) == message
 
 
+def test_all_families_have_plans() -> None:
+    for name in (*FAMILIES, "MBart", "Pegasus", "PLBart", "Blenderbot", "BlenderbotSmall"):
+        check_plan(make_config(name), 2)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("Llama", tmp_path_factory.mktemp("model"))
