@@ -27,6 +27,7 @@ from tiny_models import (
 from tgis import engines
 from tgis.batcher.batcher import Batcher
 from tgis.engines.paged.engine import describe_memory
+from tgis.engines.paged.self_check import dummy_sequence, step_logits
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import Request
 
@@ -74,12 +75,17 @@ def test_sequences_of_failed_steps_begin_again(granite: Path, monkeypatch: pytes
 
 def test_a_failed_recording_leaves_no_trace(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is computed again when it cannot be recorded."""
-    engine, tokens = paged_engine(granite, 4), [*range(3, 33)]
-    expected = logits_of_chunks(engine, tokens, [20, *[1] * 10])
+    engine = paged_engine(granite, 4)
+
+    def logits() -> list[list[float]]:
+        seq = dummy_sequence([*range(3, 33)], 16)
+        return [step_logits(engine.runner.compute_logits, seq, [count]).tolist() for count in (20, *[1] * 10)]
+
+    expected = logits()
     monkeypatch.setattr(engine.runner, "dummy_logits", lambda: None)  # so that the first steps are these
     engine.runner.record_steps(engine.info)
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    assert logits_of_chunks(engine, tokens, [20, *[1] * 10]).tolist() == expected.tolist()
+    assert logits() == expected
 
 
 def test_check_knows_the_bytes_of_states(granite: Path) -> None:
