@@ -51,7 +51,7 @@ def answer(batcher: Batcher, engine: Any, prompt: list[int]) -> tuple[list[int],
 
 
 def test_each_turn_of_a_conversation_computes_only_what_is_new(granite: Path) -> None:
-    engine, draw = paged_engine(granite, 4, cpu_isa="auto"), random.Random(0)
+    engine, draw = paged_engine(granite, 1, cpu_isa="auto"), random.Random(0)  # with two slots
     cached, uncached = (Batcher(limits_of(engine, 90, prefix_cache=on), [2]) for on in (True, False))
     prompt: list[int] = []
     for _ in range(5):
@@ -65,7 +65,7 @@ def test_each_turn_of_a_conversation_computes_only_what_is_new(granite: Path) ->
 
 
 def test_sequences_of_failed_steps_begin_again(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = paged_engine(granite, 8)
+    engine = paged_engine(granite, 8, dtype="float64")
     limits = limits_of(engine, 40, prefix_cache=True)
     expected = run(engine, requests(), limits)
     failing: Any = Failing(engine._sampler.sample, OutOfMemory("none left"), {4, 7})  # once the states have changed
