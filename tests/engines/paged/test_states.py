@@ -65,7 +65,7 @@ def test_each_turn_of_a_conversation_computes_only_what_is_new(granite: Path) ->
 
 
 def test_sequences_of_failed_steps_begin_again(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = paged_engine(granite, 8, dtype="float64")
+    engine = paged_engine(granite, 8)
     limits = limits_of(engine, 40, prefix_cache=True)
     expected = run(engine, requests(), limits)
     failing: Any = Failing(engine._sampler.sample, OutOfMemory("none left"), {4, 7})  # once the states have changed
