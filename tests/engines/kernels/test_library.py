@@ -143,7 +143,7 @@ def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.
     [
         (None, "no C compiler (cc)"),
         ("#!/bin/sh\nexit 1\n", "cc: exit code 1"),
-        ("#!/bin/sh\necho 'x.c:1: error: bad' >&2; exit 1\n", "cc: x.c:1: error: bad"),
+        ("#!/bin/sh\necho 'x.c:1: error: bad\nerror: x' >&2; exit 1\n", "cc: x.c:1: error: bad"),
         ("#!/bin/sh\nexec sleep 60\n", "timed out after 0.01 seconds"),
     ],
 )
