@@ -1,7 +1,7 @@
 """What ranks do that launch steps ahead: as one engine, or as two in lockstep."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from batches import engine_options, limits
 from checked_runs import Launches
-from fake_cuda_graphs import record
 from grammar_walks import compiled, digits
 from random_requests import KINDS, WISHES
 from tiny_models import VOCAB_SIZE, outcomes
@@ -90,18 +89,6 @@ def serve(engine: Any, adapter: Any) -> Texts:
     return {number: outcome.tokens for number, outcome in found.items() if number not in CANCELLED}
 
 
-def fail_here(call: Callable[..., Any]) -> Callable[..., Any]:
-    """On the second rank only."""
-
-    def run(*args: Any) -> Any:
-        result = call(*args)
-        if dist.get_rank():
-            raise RuntimeError("not on this rank")
-        return result
-
-    return run
-
-
 @contextmanager
 def failures(mode: str) -> Iterator[None]:
     """Steps that fail on rank 0, or on all ranks, once the next one is launched."""
@@ -130,13 +117,10 @@ def as_engine(model: Path, mode: str) -> tuple[Texts, list[tuple[str, list[int]]
     changes: dict[str, Any] = {"dtype": "float64", "num_shards": 2 if ranked else 1, "adapter_store": store}
     engine = PagedEngine(engine_options(model, ROWS, **changes), async_decode=True, block_size=SIZE)
     engine.warm_up()
-    if "capture" in mode:
-        engine.runner.capture_graphs(fail_here(record), engine.runner.dummy_logits(), engine.info)
     launches = Launches(engine, pytest.MonkeyPatch())
     adapter = dummy_adapter(engine.runner.lora.targets, torch.float64, torch.device("cpu"))
     with failures(mode) if "fail" in mode else nullcontext():
         texts = run_rank(engine, adapter) if ranked else serve(engine, adapter)
-    assert engine.runner.graphs is None
     return texts, launches.seen
 
 

@@ -68,7 +68,7 @@ def make_wide_config(name: str, **changes: Any) -> PreTrainedConfig:
 LONG = {"max_position_embeddings": 512}
 OWN_ATTENTION: dict[str, PreTrainedConfig] = {  # that does not go through AttentionInterface
     "BLOOM": make_wide_config("Bloom"),
-    "MPT": make_wide_config("Mpt", max_seq_len=512),
+    "MPT": make_wide_config("Mpt", max_seq_len=512, attn_config={"clip_qkv": 0.5}),
     "Falcon 7B": make_wide_config("Falcon"),
     "Falcon 40B": make_wide_config("Falcon, 40b"),
     "Falcon RW": make_wide_config("Falcon, alibi", multi_query=False, parallel_attn=False, bias=True),
@@ -128,7 +128,7 @@ def make_model_from_config(config: PreTrainedConfig, directory: Path) -> Path:
     if config.model_type == "umt5" and not model.get_decoder().block[0].layer[0].SelfAttention.is_causal:
         pytest.skip("tokens of UMT5's decoder see later ones in this release of transformers, such as 5.17")
     for path, weight in model.named_parameters():
-        if weight.dim() > 1 or path.endswith(".A"):  # which is zero in a new Doge: its mask would do nothing
+        if weight.dim() > 1 or path.endswith((".A", ".bias")):  # which are zero in new models: they would do nothing
             torch.nn.init.normal_(weight, std=0.2)
         assert torch.isfinite(weight).all(), path
     if hasattr(model, "final_logits_bias"):

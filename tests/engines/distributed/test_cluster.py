@@ -15,15 +15,19 @@ from batches import engine_options
 from cluster import free_port
 from engine_clients import INFO
 from harness import wait_until
+from tiny_models import tgis_warnings
 from transformers import LlamaConfig
 
 from tgis.engines.distributed import follower, ranks
 from tgis.engines.distributed.rendezvous import Joined, Joining, gather, join, notice_cut_links
 from tgis.errors import StartError
 from tgis.ipc.channel import encode_frame, receive_messages
+from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.messages import EngineOptions, Fatal, Ready
 
 SECRET = b"16 bytes at least"
+# Options that nodes need not have in common.
+LOCAL = {"cache_dir": "", "num_threads": 7, "strict": True, "log_level": "debug", "cluster_interface": "lo"}
 
 
 @pytest.fixture
@@ -41,11 +45,11 @@ def options_of(model: Path, node: int, port: int, **changes: Any) -> EngineOptio
 
 
 @contextmanager
-def gathering(model: Path) -> Iterator[tuple[int, Future[dict[int, socket.socket]]]]:
+def gathering(model: Path, **changes: Any) -> Iterator[tuple[int, Future[dict[int, socket.socket]]]]:
     """A port on which rank 0 waits for rank 1, and the future of their connections."""
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(gather, options_of(model, 0, port))
+        gathered = pool.submit(gather, options_of(model, 0, port, **changes))
         try:
             yield port, gathered
         finally:
@@ -70,12 +74,14 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
         joining_message = encode_frame(Joining(1, 1, b"", {"X": "X"}))
         strangers[1].sendall(joining_message.replace(b"\xa1X", b"\xa1\xff"))  # no UTF-8
         strangers[2].close()
-        joining = join_in_thread(options_of(model, 1, port))
+        (tmp_path / "other").write_bytes(SECRET)  # without the new line
+        joining = join_in_thread(options_of(model, 1, port, cluster_secret_path=str(tmp_path / "other"), **LOCAL))
         links = gathered.result(20)
         assert [*links] == [1]
         links[1].sendall(encode_frame(Joined("a:1")))
         link, store = joining.result(20)
-        assert store == "a:1"
+        assert (store, link.getpeername()) == ("a:1", ("127.0.0.1", port))
+        assert all(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in (link, links[1]))
         with pytest.raises(ConnectionRefusedError):  # the port is closed again
             socket.create_connection(("127.0.0.1", port))
         assert "timed out" not in caplog.text  # nobody has waited for the silent one
@@ -87,7 +93,8 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
             "but 'utf-8' codec",
             "but timed out",
         ):
-            wait_until(lambda said=f"127.0.0.1 has connected, {reason}": said in caplog.text, reason)  # type: ignore[misc]
+            said = f"127.0.0.1 has connected, {reason}"
+            wait_until(lambda said=said: said in "\n".join(tgis_warnings(caplog)), reason)  # type: ignore[misc]
         for sock in (*strangers, link, links[1]):
             sock.close()
 
@@ -104,11 +111,18 @@ def test_a_link_that_is_cut_is_noticed_within_the_timeout() -> None:
 def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as node_0:
         port = node_0.getsockname()[1]
+        with pytest.raises(StartError, match=f"^MASTER_PORT: cannot listen on port {port}: Address already in use"):
+            gather(options_of(model, 0, port))
+        with pytest.raises(StartError, match=r"^CLUSTER_SECRET_PATH: .*No such file or directory"):
+            join(options_of(model, 1, port, cluster_secret_path="/nowhere"))
         twins = [join_in_thread(options_of(model, 1, port, num_shards=4, rank=2)) for _ in range(2)]
         for _ in twins:
             link, _ = node_0.accept()
             link.recv(1 << 16)  # or closing resets the connection
             link.close()
+    refused = f"node 0 at 127.0.0.1, port {port}: Connection refused; trying again"
+    wait_until(lambda: refused in caplog.messages, refused)
+    caplog.set_level("INFO")
     gathered = ThreadPoolExecutor(1).submit(gather, options_of(model, 0, port, num_shards=4))
     ended, waiting = wait(twins, 20, FIRST_COMPLETED)
     with pytest.raises(StartError, match="rank 2 has joined a second time, from 127"):
@@ -116,7 +130,9 @@ def test_nodes_that_restart_join_again(model: Path, caplog: pytest.LogCaptureFix
     waiting.add(join_in_thread(options_of(model, 1, port, num_shards=4, rank=3)))
     links = gathered.result(20)
     assert links.keys() == {2, 3}
-    assert f"node 0 at 127.0.0.1, port {port}: its connection was closed; trying again" in caplog.messages
+    closed = f"node 0 at 127.0.0.1, port {port}: its connection was closed; trying again"
+    waiting_for = f"waiting on port {port} for rank 2, 3"
+    assert {closed, waiting_for, "rank 2 has joined, node 1 at 127.0.0.1"} <= {*caplog.messages}
     for link in links.values():
         link.sendall(encode_frame(Joined("a:1")))
     for link in (*links.values(), *(future.result(20)[0] for future in waiting)):
@@ -129,14 +145,14 @@ def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
     parent, followed, aborts = mock.Mock(), mock.Mock(), SimpleQueue[str]()
     parent.abort = aborts.put
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = socket.create_connection(listener.getsockname())
+        link = socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
         rank_0, _ = listener.accept()
     monkeypatch.setattr(follower, "join", lambda _options: (link, "a:1"))
     monkeypatch.setattr(follower, "_follow", followed)
     monkeypatch.setattr(ranks, "use_interface", interface := mock.Mock())
     follower.follow_node_0(parent, options := options_of(model, 1, 1, cluster_interface="eth1"))
     ((_, *given, fail, on_ready),) = (call.args for call in followed.call_args_list)
-    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.1"))
+    assert (given, interface.call_args.args) == ([options, "a:1"], ("eth1", "127.0.0.2"))
     on_ready(INFO)
     parent.send.assert_called_once_with(Ready(INFO))
     fail("failed: why")
@@ -149,23 +165,27 @@ def test_a_rank_of_another_node_ends_with_rank_0_and_rank_0_with_it(
     link.close()
 
 
+NEW_FILES = "tokenizer.json", "tokenizer_config.json", "quantize_config.json", "model.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: {"max_sequence_length": 7}, "max_sequence_length is 7 on node 1, "),
+        (lambda model: {"max_sequence_length": 7}, "max_sequence_length is 7 on node 1, 256 on node 0"),
+        (lambda _: {"adapter_store": AdapterStoreOptions("/nowhere", 1, 1)}, "adapters is True on node 1, False on "),
         (lambda model: {"dtype": "float16"}, "dtype is float16 on node 1, float32 on node 0"),
         (lambda model: altered(model, "config.json", b"}", b" }"), "config.json is "),
-        (lambda model: altered(model, "model.safetensors", b"{}", b"{ }"), "model.safetensors is "),
-        (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is "),
-        (
-            lambda model: altered(model, "tokenizer.json", b"", b"{}"),
-            "tokenizer.json is 44136fa355b3678a on node 1, missing",
+        (lambda model: altered(model, "model.safetensors", b"{}", b"{ }"), "model.safetensors is 20 bytes on node 1, "),
+        (lambda model: altered(model, "model.gguf", b"", b"GGUF"), "model.gguf is 4 bytes on node 1, missing"),
+        *(
+            (lambda model, name=name: altered(model, name, b"", b"{}"), f"{name} is 44136fa355b3678a")
+            for name in NEW_FILES
         ),
     ],
 )
 def test_nodes_that_differ_end_both(model: Path, change: Callable[[Path], dict[str, Any]], reason: str) -> None:
-    with gathering(model) as (port, gathered):
-        joining = join_in_thread(options_of(model, 1, port, **change(model)))
+    with gathering(model, num_shards=4) as (port, gathered):
+        joining = join_in_thread(options_of(model, 1, port, num_shards=4, rank=2, **change(model)))
         for future in (gathered, joining):
             with pytest.raises(StartError) as caught:
                 future.result(20)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tgis.engines.kernels.attention_inputs import AttentionParams
 from tgis.engines.kernels.cpu.attention import CpuAttention
 from tgis.engines.kernels.cpu.library import CpuKernels
-from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales
+from tgis.engines.kernels.kv_codes import SCALE_BYTES, channel_scales, dequantize, quantize
 from tgis.engines.paged.attention_metadata import AttentionMetadata
 
 
@@ -188,9 +188,11 @@ def test_codes_give_attention_over_the_nearest_numbers(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_codes_of_a_token_depend_on_no_other_token(kernel: CpuAttention, dtype: torch.dtype) -> None:
+def test_codes_of_a_token_depend_on_no_other_token(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    kernel = CpuAttention(kernels)
     states = torch.randn(40, 3, 16).to(dtype), torch.randn(40, 3, 48).to(dtype)
     states[0][7] = states[1][9, 1] = 0
+    states[0][5] = states[1][3, 1] = 1e-31  # which counts as 0
     slots, caches = torch.randperm(5 * 32)[:40], []
     for parts in ([range(40)], [[n] for n in range(40)], [range(20, 40), range(20)]):
         caches.append([torch.zeros(5, 32, 3, each.shape[2] + SCALE_BYTES, dtype=torch.int8) for each in states])
@@ -199,6 +201,10 @@ def test_codes_of_a_token_depend_on_no_other_token(kernel: CpuAttention, dtype: 
             keys, values = caches[-1]
             kernel.write_kv_cache(k, v, keys, values, slots[part])
     assert all(torch.equal(*each) for others in caches[1:] for each in zip(caches[0], others, strict=True))
+    for stored, numbers, kind in zip(caches[0], states, ("keys", "values"), strict=True):  # as PyTorch quantizes them
+        found = stored_numbers(stored, kind)[0].flatten(0, 1)[slots]
+        same = torch.equal(found.float(), dequantize(quantize(numbers), torch.float32))
+        assert same or kernels.isa == "generic"  # it has no instruction that multiplies and adds
     written = [int(each.count_nonzero()) for each in caches[0]]
     assert all(0.9 * 40 * 3 * size < count <= 40 * 3 * size for count, size in zip(written, (20, 52), strict=True))
 
@@ -293,7 +299,7 @@ def test_queries_of_any_strides(kernel: CpuAttention) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(Case([5], k_size=size) for size in (24, 528)),
+        *(Case([5], *sizes) for sizes in ((4, 1, 24), (4, 1, 528), (257, 1, 16), (4, 1, 16, 24))),
         *(Case([5], dtype=dtype) for dtype in (torch.float64, torch.float16)),
         *(Case([5], block=block) for block in (8, 24)),  # of whole panels
     ],

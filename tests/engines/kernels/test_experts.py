@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_kernels import kernels_here, num_threads, seeded
-from tiny_models import make_config
+from tiny_models import make_config, tgis_warnings
 from torch import Tensor, nn
 from transformers import NemotronHConfig
 from transformers.integrations.moe import batched_mm_experts_forward
@@ -55,8 +55,9 @@ def experts_of(name: str) -> Any:
 def packed(experts: Any, how: Quantization | None, kernels: CpuKernels, dtype: torch.dtype) -> Any:
     """The module in the place of `experts`, which stays if it cannot be packed."""
     read = lambda path, name, rows: matrix_of(experts, getattr(experts, name))[rows]  # noqa: E731
-    block = nn.Sequential(experts)
+    block = nn.Sequential(experts, nn.LayerNorm((4, 4)))
     pack_experts(block, GemmSelector(kernels, how), kernels, dtype, read)
+    assert isinstance(block[1].weight, nn.Parameter)  # which is no router
     return block[0]
 
 
@@ -101,4 +102,5 @@ def test_other_formulas_are_left_to_transformers(caplog: pytest.LogCaptureFixtur
     experts = experts_of("plain")
     experts.act_fn = nn.Mish()
     assert packed(experts, None, kernels_here()[-1], torch.float32) is experts
-    assert "experts of 1 layers are not packed: no kernel computes Qwen3MoeExperts of these sizes" in caplog.text
+    what = "no kernel computes Qwen3MoeExperts of these sizes in torch.float32"
+    assert tgis_warnings(caplog) == [f"experts of 1 layers are not packed: {what}"]

@@ -223,6 +223,8 @@ def test_rotates_as_transformers_does(
     heads_last = rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     for expected, found in zip(wide, heads_last, strict=True):
         assert error(expected, found.transpose(1, 2)) < ERROR[dtype]
+    exact = rotate(q.transpose(1, 2), k.transpose(1, 2), cos.double(), sin.double(), unsqueeze_dim=2)
+    assert torch.allclose(exact[0].transpose(1, 2), wide[0])  # as the model's own function
 
 
 def test_what_a_head_has_beyond_the_rotary_size_is_copied(kernels: CpuKernels) -> None:
@@ -245,11 +247,12 @@ def test_logits_are_capped_where_the_models_code_does(best_kernels: CpuKernels, 
     text.final_logit_softcapping = None
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_config(config).eval()
+    others = fuse(copy.deepcopy(model), best_kernels)
     ids = torch.randint(3, 60, (2, 9))
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     text.final_logit_softcapping = cap = float(model(**inputs).logits.abs().max()) / 3
     expected = model(**inputs).logits
-    fuse(model, best_kernels)
+    assert fuse(model, best_kernels) == others + 1
     assert text.final_logit_softcapping is None
     assert torch.allclose(model(**inputs).logits, expected, atol=1e-5 * cap)
 

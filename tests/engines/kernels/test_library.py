@@ -76,10 +76,13 @@ def test_amx_is_left_alone_where_the_system_refuses_it(
     assert "CPU kernels: the system lets no process use AMX" in caplog.text
 
 
-def test_the_option_takes_every_instruction_set() -> None:
+def test_the_option_takes_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in ("auto", "none", *ISAS):
         assert config.parse([], {"MODEL_NAME": "m", "CPU_ISA": isa}, "tgis serve").cpu_isa == isa
     assert set(build.isa_flags()) <= set(ISAS)
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    flags = {"generic": (), "neon_dotprod": ("-march=armv8.2-a+dotprod",)}
+    assert build.isa_flags() == flags | {"neon_bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",)}
 
 
 @pytest.mark.parametrize("line", ["flags\t\t: fpu avx2 fma", "Features\t: fpu avx2 fma"])
@@ -109,14 +112,19 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str]) -> None:
+def test_a_library_is_compiled_once(tmp_path: Path, compiled: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     for _ in range(2):
         load_kernels.cache_clear()
         assert load_kernels("generic", str(tmp_path)) is not None
     assert compiled == ["generic"]
     (directory,) = tmp_path.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in directory.iterdir()} == {"lock", f"generic-{build.source_hash('generic')}.so"}
+    file = directory / f"generic-{build.source_hash('generic')}.so"
+    assert {*directory.iterdir()} == {directory / "lock", file}
+    assert file.stat().st_mode & 0o777 == 0o500
+    compiling = f"compiling CPU kernels for generic, about a minute, once for all starts with {directory}"
+    assert caplog.messages == [compiling, *[f"CPU kernels: generic ({file})"] * 2]
 
 
 @pytest.mark.usefixtures("compiled")
@@ -135,7 +143,7 @@ def test_nothing_is_loaded_that_others_can_write(tmp_path: Path, caplog: pytest.
     [
         (None, "no C compiler (cc)"),
         ("#!/bin/sh\nexit 1\n", "cc: exit code 1"),
-        ("#!/bin/sh\necho 'x.c:1: error: bad' >&2; exit 1\n", "cc: x.c:1: error: bad"),
+        ("#!/bin/sh\necho 'x.c:1: error: bad\nerror: x' >&2; exit 1\n", "cc: x.c:1: error: bad"),
         ("#!/bin/sh\nexec sleep 60\n", "timed out after 0.01 seconds"),
     ],
 )

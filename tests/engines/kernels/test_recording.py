@@ -152,6 +152,8 @@ def test_one_recording_serves_any_sizes(kernels: CpuKernels, dtype: torch.dtype)
             lambda sizes: norm(run(sizes)) if sizes[0] % 2 else run(sizes),
             lambda sizes: norm(embedding(ids[None, : sizes[0] * sizes[1] // 5], table)),
             lambda sizes: run(sizes) * torch.arange(sizes[1], 0, -1, dtype=dtype)[:, None],
+            lambda sizes: run(sizes) * torch.ones(1, 3 - sizes[0] % 2, 1, dtype=dtype)[:, :1],
+            lambda sizes: run(sizes) if sizes[0] % 2 == 0 else run(sizes) + torch.tensor([0.5], dtype=dtype),
         ):
             with pytest.raises(Unsupported, match=r"operators of PyTorch|other (calls|constants)"):
                 recorder.record_resizable(unfit, (300, 5))

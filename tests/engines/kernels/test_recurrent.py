@@ -15,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 from tgis.engines.kernels.cpu.library import DTYPES
 from tgis.engines.kernels.cpu.recurrent import RecurrentKernels, StateSpace
 from tgis.engines.paged import recurrence
+from tgis.errors import Unsupported
 
 deterministic = seeded
 Shapes = list[tuple[int, ...]]
@@ -24,7 +25,7 @@ TOKENS, SLOTS, LIMIT = 75, 5, (0.01, 0.9)
 class Plain:
     """Transformers' functions for one sequence from its start."""
 
-    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *_: Tensor) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *_: Tensor) -> Tensor:
         return causal_conv1d_fn(x.T[None], weight, bias, activation)[0].T
 
     def gated_delta_rule(
@@ -49,7 +50,7 @@ def decay(x: Tensor) -> Tensor:
 
 
 def conv(k: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
-    return k.causal_conv(x, weight, bias, "silu", *rest)
+    return k.causal_conv(x, weight, bias, "swish" if weight.shape[1] == 4 else None, *rest)
 
 
 def delta_rule(normalize: bool) -> Callable[..., Tensor]:
@@ -73,14 +74,30 @@ def mamba(k: Any, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor, *rest:
 
 OPERATORS: list[tuple[Callable[..., Tensor], Shapes, Shapes, tuple[int, ...]]] = [  # inputs of tokens, others, state
     (conv, [(200,)], [(200, 4), (200,)], (3, 200)),
-    (conv, [(17,)], [(17, 2), (17,)], (1, 17)),
+    (conv, [(17,)], [(17, 8), (17,)], (7, 17)),
     (delta_rule(normalize=True), [(2, 48), (2, 48), (4, 64), (4,), (4,)], [], (4, 48, 64)),
-    (delta_rule(normalize=False), [(1, 20), (1, 20), (3, 43), (3,), (3,)], [], (3, 20, 43)),
+    (delta_rule(normalize=False), [(1, 1024), (1, 1024), (3, 43), (3,), (3,)], [], (3, 1024, 43)),
     (mamba2, [(4, 64), (4,), (2, 32), (2, 32)], [(4,), (4,), (4,)], (4, 64, 32)),
-    (mamba2, [(3, 35), (3,), (1, 21), (1, 21)], [(3,), (3,), (3,)], (3, 35, 21)),
+    (mamba2, [(3, 5), (3,), (1, 1024), (1, 1024)], [(3,), (3,), (3,)], (3, 5, 1024)),
     (mamba, [(96,), (96,), (16,), (16,), (96,)], [(96, 16), (96,), (96,)], (1, 96, 16)),
     (mamba, [(37,), (37,), (5,), (5,), (37,)], [(37, 5), (37,), (37,)], (1, 37, 5)),
 ]
+
+
+TOO_LARGE: list[tuple[Callable[..., Tensor], Shapes, Shapes, str]] = [
+    (conv, [(2,)], [(2, 9), (2,)], "a convolution over 9 are not supported: at most 8"),
+    (delta_rule(normalize=True), [(1, 1025), (1, 1025), (1, 2), (1,), (1,)], [], "keys of 1025 .*: at most 1024"),
+    (mamba2, [(1, 2), (1,), (1, 1025), (1, 1025)], [(1,), (1,), (1,)], "states of 1025 .*: at most 1024"),
+]
+
+
+@pytest.mark.parametrize(("run", "inputs", "constants", "message"), TOO_LARGE)
+def test_what_is_too_large_for_a_stack_is_refused(
+    run: Callable[..., Tensor], inputs: Shapes, constants: Shapes, message: str
+) -> None:
+    of_tokens, others = drawn(inputs, constants, torch.float32)
+    with pytest.raises(Unsupported, match=f"^recurrent layers with {message}$"):
+        run(RecurrentKernels(kernels_here()[-1]), *of_tokens, *others, torch.empty(1), slots_of(TOKENS, -1, 0))
 
 
 def drawn(inputs: Shapes, constants: Shapes, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -109,11 +126,11 @@ def test_computes_what_transformers_does_whatever_the_batch(
     wide = [torch.cat([x.flatten(1), x.flatten(1)], 1)[:, x[0].numel() :].view_as(x) for x in of_tokens]
     turned = [x.mT.contiguous().mT for x in of_tokens]
     states = new_states(run, state, dtype)
-    plain = [run(recurrence, *(x[:50] for x in of_tokens), *others, states, slots_of(50, -1, 0, (29, 1)))]
-    plain += [run(recurrence, *(x[30:] for x in of_tokens), *others, states, slots_of(TOKENS - 30, 1, 2))[20:]]
+    plain = [run(recurrence, *(x[:50] for x in of_tokens), *others, states, slots_of(50, -1, 1, (29, 0)))]
+    plain += [run(recurrence, *(x[30:] for x in of_tokens), *others, states, slots_of(TOKENS - 30, 0, 2))[20:]]
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     assert (torch.cat(plain) - expected).norm() < tolerance * expected.norm()
-    rest = run(recurrence, *(x[50:] for x in of_tokens), *others, states, slots_of(TOKENS - 50, 0, 0))
+    rest = run(recurrence, *(x[50:] for x in of_tokens), *others, states, slots_of(TOKENS - 50, 1, 1))
     assert (rest - expected[50:]).norm() < tolerance * expected.norm()  # from the states after the first part
     of_isas: dict[str, Tensor] = {}
     for library in kernels_here():

@@ -12,12 +12,11 @@ from mlp_speculators import random_mlp, save_mlp
 from tiny_models import DECODER_START, LLAMA_LIKE, T5_LIKE, make_model, make_model_from_config
 from transformers import LlamaConfig, Qwen2Config, T5Config
 
-from tgis.engines import describe_memory
+from tgis.engines import describe_memory, load_shard
 from tgis.engines.loading import memory_estimate
 from tgis.engines.loading.memory_estimate import UnloadedModel
 from tgis.engines.memory import available
 from tgis.engines.memory.available import total_memory
-from tgis.engines.paged.engine import PagedEngine
 from tgis.errors import StartError
 from tgis.ipc.messages import EngineOptions
 from tgis.utils.logs import format_bytes
@@ -90,17 +89,22 @@ def test_what_drafts_must_go_together_with_the_model(
 
 
 @pytest.mark.parametrize("config", [LLAMA, T5], ids=["llama", "t5"])
+@pytest.mark.parametrize(
+    ("engine", "mode", "longest"), [("tgis_native", "auto", 1 << 14), ("hf_transformers", "off", 256)]
+)
 def test_a_start_on_a_cpu_takes_the_estimate_of_a_check(
-    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, mode: str, longest: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = options_for(make_model_from_config(config, tmp_path), max_sequence_length=1 << 14, dtype="float32")
+    """Padded engines measure what a check estimates, unless that is off."""
+    changes = {"max_sequence_length": longest, "dtype": "float32", "engine": engine, "estimate_memory": mode}
+    options = options_for(make_model_from_config(config, tmp_path), **changes)
     weights, free = UnloadedModel(options).weights, 1 << 27
     assert weights == pytest.approx((tmp_path / "model.safetensors").stat().st_size, rel=0.05)
     for module in (available, memory_estimate):
         monkeypatch.setattr(module, "available_memory", lambda _: free)
     lines = describe_memory(options)
     assert [re.sub(r" *[\d.]+ (bytes|[KMG]iB|tokens)", "N", line) for line in lines] == [
-        "tgis_native on cpu needs:",
+        f"{engine} on cpu needs:",
         "N  weights, as loaded",
         "N  KV cache, full:N ofN",
         "N  the largest step beside it, estimated",
@@ -109,9 +113,11 @@ def test_a_start_on_a_cpu_takes_the_estimate_of_a_check(
     assert f"of {format_bytes(total_memory(torch.device('cpu')))} are free" in lines[-1]
     room = int(lines[-1].split("room for ")[1].split()[0])
     monkeypatch.setattr(available, "available_memory", lambda _: free - weights)  # they are loaded by then
-    engine = PagedEngine(options)
-    engine.warm_up()
-    assert engine.info.token_capacity == room + 15 * config.is_encoder_decoder  # two parts end within a block
+    started = load_shard(options)[0]
+    started.warm_up()
+    ends = 15 * (config.is_encoder_decoder and not started.info.padded)  # two parts end within a block
+    assert started.info.token_capacity == room + ends
+    assert f"full: {ROWS * longest} tokens of" in lines[2] or not started.info.padded
     assert sum(map(bytes_in, lines[1:-1])) == pytest.approx(bytes_in(lines[-1]), rel=0.005)
 
 
@@ -136,6 +142,24 @@ def test_ranks_share_weights_and_kv_cache(engine: str, tmp_path: Path, monkeypat
     assert 0.5 * rooms[0] < rooms[1] <= rooms[0]
 
 
+WHOLE = (8 << 20) + 4096 * 128 * 5 * 4  # hidden states of an input
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "needed"),
+    [
+        (LLAMA, "tgis_native", 3 * 512 * 8000 * 4),  # logprobs of a pass
+        (LLAMA, "hf_transformers", 3 * 128 * 8000 * 4),
+        (T5, "tgis_native", WHOLE + 8000 * 96),
+        (T5, "hf_transformers", WHOLE + 4096**2 * 4 * 2 * 4 + 512 * 8000 * 4),  # biases, logits
+    ],
+)
+def test_the_largest_step_of_one_long_sequence(config: Any, engine: str, needed: int, tmp_path: Path) -> None:
+    model = make_model_from_config(config, tmp_path)
+    lines = describe_memory(engine_options(model, 1, engine=engine, max_sequence_length=4096))
+    assert bytes_in(lines[3]) == pytest.approx(needed, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "engine"),
     [
@@ -146,8 +170,9 @@ def test_ranks_share_weights_and_kv_cache(engine: str, tmp_path: Path, monkeypat
 )
 def test_what_only_a_start_can_tell_is_said(name: str, wanted: str, engine: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path)
-    for file in ("model.onnx", "other.onnx"):
-        (model / file).write_bytes(bytes(2048))
+    for file in (model / "model.onnx", model / "onnx/other.onnx_data"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(2048))
     (line,) = describe_memory(options_for(model, engine=wanted))
     size = "4 KiB" if engine == "hf_optimum_ort" else r"\S+ KiB"
     assert re.fullmatch(rf"{engine} has {size} of weights in files; .* is known only at a start\.", line)

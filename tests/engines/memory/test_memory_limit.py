@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -82,11 +83,16 @@ def requests(rng: random.Random, vocabulary: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("name", ["T5", "OPT, 350m"])
-def test_every_kind_of_padded_model_is_measured(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "told"), [("T5", 0), ("OPT, 350m", 128)])
+def test_every_kind_of_padded_model_is_measured(name: str, told: int, tmp_path: Path) -> None:
     changes = {"estimate_memory": "auto", "max_sequence_length": 64}
     engine = PaddedEngine(engine_options(make_model(name, tmp_path), 3, **changes))
     engine.warm_up()
     assert 1000 < engine.info.token_capacity < 1 << 40
-    seq = Sequence(Request(1, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0)
-    assert len(engine.step(StepPlan.compute_all([seq])).tokens) == 1  # no dummy sequence is left
+    seqs = [Sequence(Request(n, [5, 6, 7], 2, False, SamplingParams(), LogprobOptions()), 0.0) for n in (1, 2)]
+    assert len(engine.step(plan := StepPlan.compute_all(seqs)).tokens) == 2  # no dummy sequence is left
+    assert (engine.with_drafts(plan), engine.clear_cache()) == (plan, False)
+    layers = [layer for cache in engine._model._caches for layer in cache.past_key_values.layers]
+    assert engine.kv_cache_bytes == sum(buffer.nbytes for layer in layers for buffer in layer.buffers)
+    engine.find_peak(runner := mock.Mock())
+    runner.padded_peak.assert_called_once_with(62, told, chunked=bool(told))

@@ -1,6 +1,7 @@
 """The engine hf_optimum_ort: graphs generate what transformers generates in changing batches; bad files are named."""
 
 import hashlib
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import onnx
 import pytest
 import torch
@@ -19,8 +22,9 @@ from step_failures import Failing, check, requests
 from step_failures import run as run_with_setbacks
 from tiny_models import generate_all
 
+from tgis.engines.onnx import session
 from tgis.engines.onnx.decoder import GraphFiles, find_graphs, ignores_padding
-from tgis.engines.onnx.engine import OnnxSeq2SeqLM, load_engine
+from tgis.engines.onnx.engine import OnnxSeq2SeqLM, describe_memory, load_engine
 from tgis.engines.onnx.session import Session
 from tgis.engines.padded.engine import PaddedEngine
 from tgis.engines.padded.model import MAX_PREFILL_TOKENS
@@ -41,11 +45,11 @@ def exported(model: Path, cache: Path, *options: str) -> Path:
     return compute_once(out, "-m", "tgis", "convert-to-onnx", *options, model, environment=environment)
 
 
-def beside(source: Path, folder: Path) -> Path:
-    """A directory with links to all files of another except its graphs."""
+def beside(source: Path, folder: Path, missing: str = ".onnx") -> Path:
+    """A directory with links to all files of another, except those with this in their names."""
     folder.mkdir()
     for file in source.iterdir():
-        if ".onnx" not in file.name:
+        if missing not in file.name:
             (folder / file.name).symlink_to(file)
     return folder
 
@@ -105,20 +109,45 @@ def test_changing_batches_generate_what_transformers_generates_alone(
 
 
 @DECODER
-def test_the_old_layout_of_two_decoders(exports: Exports, tmp_path: Path) -> None:
+def test_the_old_layout_of_two_decoders_one_sequence_at_a_time(
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where graphs see padding."""
     directory = changed(exports.graphs, tmp_path / "model", "model.onnx", build_in_past)
     (directory / "model.onnx").rename(directory / "decoder_model.onnx")
     (directory / "decoder_with_past_model.onnx").symlink_to(exports.graphs / "model.onnx")
-    found = generate_all(load(directory), limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
+    monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 8)
+    monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
+    engine = load(directory)
+    assert engine.info.max_batch_size == 1
+    assert "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)" in caplog.text
+    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
     assert found == exports.expected[:3]
+    engine.find_peak(runner := mock.Mock())  # all of a prompt is in one pass
+    runner.padded_peak.assert_called_once_with(254, 256, chunked=False)
 
 
-@DECODER
+@BOTH
 def test_graphs_may_be_in_a_subdirectory(exports: Exports, tmp_path: Path) -> None:
     directory = beside(exports.graphs, tmp_path / "model")
     (directory / "onnx").mkdir()
-    (directory / "onnx" / "model.onnx").symlink_to(exports.graphs / "model.onnx")
-    assert load(directory).info.model_class == "LlamaForCausalLM (ONNX)"
+    for graph in exports.graphs.glob("*.onnx"):
+        (directory / "onnx" / graph.name).symlink_to(graph)
+    assert load(directory).info.model_class.endswith(" (ONNX)")
+
+
+@ENCODER_DECODER
+def test_the_generation_config_is_obeyed(exports: Exports, tmp_path: Path) -> None:
+    first = exports.expected[0][0]
+    found = []
+    for source, start in ((exports.model, PaddedEngine), (exports.graphs, load_engine)):
+        name, rules = "generation_config.json", {"suppress_tokens": [first], "forced_bos_token_id": 7}
+        folder = beside(source, tmp_path / start.__name__, name)
+        (folder / name).write_text(json.dumps(json.loads((source / name).read_text()) | rules))
+        engine = start(engine_options(folder, 8))
+        assert engine.info.forced_bos_token_id == 7
+        found.append(generate_all(engine, limits(10**6, max_batch_size=8), wanted()[:3], random.Random(0)))
+    assert found[0] == found[1] != exports.expected[:3]
 
 
 @BOTH
@@ -146,25 +175,14 @@ def test_a_graph_that_sees_padding_is_detected(exports: Exports, monkeypatch: py
     assert not ignores_padding(engine._decoder, engine._probe_outputs)
 
 
-@DECODER
-def test_a_graph_that_sees_padding_serves_one_sequence_at_a_time(
-    exports: Exports, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tgis.engines.onnx.engine.ignores_padding", lambda *_: False)
-    engine = load(exports.graphs)
-    assert engine.info.max_batch_size == 1
-    assert "MAX_BATCH_SIZE is 1: the graphs see padding (see tgis convert-to-onnx)" in caplog.text
-    found = generate_all(engine, limits(10**6, max_batch_size=1), wanted()[:3], random.Random(0))
-    assert found == exports.expected[:3]
-
-
 @BOTH
 def test_the_model_info(exports: Exports, caplog: pytest.LogCaptureFixture) -> None:
     ours = load_engine(engine_options(exports.graphs, 8, dtype="bfloat16")).info
     theirs = PaddedEngine(engine_options(exports.model, 8)).info
     assert ours.model_class == f"{theirs.model_class} (ONNX)"
-    for fact in ("dtype", "vocab_size", "encoder_decoder", "padded", "max_batch_size", "max_positions"):
-        assert getattr(ours, fact) == getattr(theirs, fact)
+    facts, others = (msgspec.structs.asdict(info) for info in (ours, theirs))
+    different = {name for name in facts if facts[name] != others[name]}
+    assert different == {"engine", "model_class", "arithmetic", "embedding_size", "lora_targets"}
     assert not ours.supports_adapters
     assert "DTYPE=bfloat16 has no effect: the graphs were exported in float32" in caplog.text
 
@@ -179,15 +197,22 @@ def test_out_of_memory_is_distinguished_from_bugs() -> None:
 
     graph = object.__new__(Session)
     graph._session = BrokenSession()
-    with pytest.raises(OutOfMemory, match=r"^the device is out of memory in a pass of onnxruntime$"):
-        graph._run("Failed to allocate memory for requested buffer of size 99")
+    for text in ("Failed to allocate memory for requested buffer of size 99", "std::bad_alloc", "CUDA: out of memory"):
+        with pytest.raises(OutOfMemory, match=r"^the device is out of memory in a pass of onnxruntime$"):
+            graph._run(text)
     with pytest.raises(Broken):
         graph._run("bad shape")
 
 
-def refusal(directory: Path) -> str:
+def test_types_have_their_names_and_numbers_in_onnx() -> None:
+    for name, (dtype, number) in session._DTYPES.items():
+        kind = TensorProto.DataType.Name(number).lower()
+        assert (name, dtype) == (f"tensor({kind})", getattr(torch, kind))
+
+
+def refusal(directory: Path, start: Callable[..., object] = load_engine) -> str:
     with pytest.raises(StartError) as caught:
-        load_engine(engine_options(directory, 8))
+        start(engine_options(directory, 8))
     return str(caught.value)
 
 
@@ -196,10 +221,7 @@ Change = Callable[[onnx.ModelProto], object]
 
 def changed(source: Path, folder: Path, file: str, change: Change) -> Path:
     """A copy of a directory with one graph changed."""
-    beside(source, folder)
-    for graph in source.glob("*.onnx"):
-        if graph.name != file:
-            (folder / graph.name).symlink_to(graph)
+    beside(source, folder, file)
     model = onnx.load(source / file)
     change(model)
     onnx.save(model, folder / file)
@@ -237,22 +259,30 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-@DECODER
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_unsupported_graph_is_refused(exports: Exports, tmp_path: Path, change: str) -> None:
-    edit, said = CHANGES[change]
-    directory = changed(exports.graphs, tmp_path / "model", "model.onnx", edit)
-    assert refusal(directory) == f"{directory}/model.onnx{said}"
+ENCODER_CHANGES: dict[str, tuple[Change, str]] = {
+    "another input": CHANGES["another input"],
+    "no states": (lambda model: drop(model.graph.output, "last_"), " has no output last_hidden_state"),
+}
+
+
+@pytest.mark.parametrize(
+    ("exports", "file", "edit", "said"),
+    [
+        *(("glassllm", "model.onnx", *change) for change in CHANGES.values()),
+        *(("detransliterator", "encoder_model.onnx", *change) for change in ENCODER_CHANGES.values()),
+    ],
+    indirect=["exports"],
+    scope="module",
+)
+def test_an_unsupported_graph_is_refused(exports: Exports, tmp_path: Path, file: str, edit: Change, said: str) -> None:
+    directory = changed(exports.graphs, tmp_path / "model", file, edit)
+    assert refusal(directory) == f"{directory}/{file}{said}"
 
 
 @BOTH
 def test_a_broken_file_is_named(exports: Exports, tmp_path: Path) -> None:
-    files = sorted(exports.graphs.glob("*.onnx"))
-    for broken in files:
-        directory = beside(exports.graphs, tmp_path / broken.stem)
-        for file in files:
-            (directory / file.name).symlink_to(file)
-        (directory / broken.name).unlink()
+    for broken in exports.graphs.glob("*.onnx"):
+        directory = beside(exports.graphs, tmp_path / broken.stem, broken.name)
         (directory / broken.name).write_bytes(broken.read_bytes()[: broken.stat().st_size // 2])
         assert refusal(directory).startswith(f"onnxruntime cannot load {directory / broken.name}: ")
 
@@ -269,9 +299,15 @@ def test_what_is_missing_is_named(glassllm_dir: Path, detransliterator_dir: Path
     (causal / (merged := "decoder_model_merged.onnx")).touch()
     assert find_graphs(causal, encoder_decoder=False) == GraphFiles(causal / merged, causal / merged)
     needs = "which an encoder-decoder needs (see tgis convert-to-onnx)"
-    assert refusal(both) == f"{both} has no encoder_model.onnx, {needs}"
+    (both / "model.onnx").touch()
+    assert refusal(both) == refusal(both, describe_memory) == f"{both} has no encoder_model.onnx, {needs}"
     (both / "encoder_model.onnx").touch()
+    (both / "model.onnx").unlink()
     assert refusal(both) == f"{both} has no ONNX graphs, neither {last}"
+    for name in (first, others):
+        (both / name).touch()
+    files = GraphFiles(both / first, both / others, both / "encoder_model.onnx")
+    assert find_graphs(both, encoder_decoder=True) == files
 
 
 def test_without_onnxruntime_the_extra_is_named(glassllm_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:

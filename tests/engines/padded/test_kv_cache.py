@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from tgis.engines.padded.kv_cache import PaddedKVCache
+from tgis.engines.memory.capacity import KVCacheCost
+from tgis.engines.padded.kv_cache import PaddedKVCache, padded_cost
 
 HEADS, SIZE, LAYERS = 2, 3, 2
 
@@ -90,7 +91,5 @@ def test_freed_slots_are_zeroed() -> None:
     model.join([20, 3], piece=100)  # `check` looks at the padding too
 
 
-def test_bytes_per_token_counts_all_layers() -> None:
-    model = Model()
-    model.join([4], piece=100)
-    assert model.cache.bytes_per_token == LAYERS * 2 * HEADS * SIZE * 4
+def test_copies_of_a_layer_and_a_quarter_more_rows_and_columns_are_counted() -> None:
+    assert padded_cost([60, 100], 3) == KVCacheCost(320 * 1.25**2, 2 * 320 * 64 * 3)

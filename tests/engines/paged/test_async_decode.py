@@ -93,7 +93,7 @@ def test_sequences_with_invalid_logits_fail_alone(
 def test_a_failed_launch_changes_no_result(
     subject: Subject, launches: Launches, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """Of captured steps."""
+    """Of captured steps; some sequences are cancelled, others preempted."""
     runner = subject.engine.runner
     inputs = StaticInputs(ROWS, 64, runner.device)
     graphs = DecodeGraphs(runner._forward, inputs, subject.engine.info.token_capacity, record)
@@ -110,11 +110,16 @@ def test_a_failed_launch_changes_no_result(
 
     monkeypatch.setattr(subject.engine._decoder, failing, broken)
     rng = random.Random(4)
-    run = subject.run(100, prefix_cache=True, prefill_tokens=9)
-    run.batcher.submit([random_request(rng, number) for number in range(12)], 0.0)
+    run = subject.run(10, prefix_cache=True, prefill_tokens=9)  # some are preempted
+    run.batcher.submit([random_request(rng, number) for number in range(40)], 0.0)
+    cancelled = 0
+    for number in range(40):
+        run.step()
+        cancelled += sum(run.cancel(row.id) for row in run.batcher.running[-1:] if number % 5 == 4)
     run.finish()
-    assert len(run.ended) == 12
-    assert calls > 10
+    assert len(run.ended) == 40 - cancelled < 40
+    assert calls > 40
+    assert run.batcher.take_counters().preemptions
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from unittest import mock
 import pytest
 import torch
 from batches import engine_options, limits
-from tiny_models import check_greedy, generate_all, greedy_requests, make_config, make_model, make_model_from_config
+from tiny_models import (
+    check_greedy,
+    generate_all,
+    greedy_requests,
+    make_config,
+    make_model,
+    make_model_from_config,
+    tgis_warnings,
+)
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.memory import capacity
@@ -83,6 +92,9 @@ def test_without_a_compiler_that_works_steps_run_eagerly(
     engine = PagedEngine(options(model))
     assert_generates_what_transformers_does(engine, model)
     assert f"PT2_COMPILE has no effect: {reason}" in caplog.text
+    assert engine.runner.compiled is None
+    with pytest.raises(StartError, match=f"^STRICT_OPTIONS: PT2_COMPILE has no effect: {re.escape(reason)}"):
+        PagedEngine(options(model, strict=True)).warm_up()
 
 
 def test_a_device_out_of_memory_is_no_reason_to_run_eagerly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +131,6 @@ def test_nothing_is_compiled_where_cpu_kernels_run(model: Path, caplog: pytest.L
     engine = PagedEngine(options(model, dtype="float32"))
     before = graphs()
     assert_generates_what_transformers_does(engine, model)
-    assert "PT2_COMPILE has no effect" in caplog.text
+    what = "PT2_COMPILE has no effect: CPU kernels have replaced the model's operators already"
+    assert [text for text in tgis_warnings(caplog) if "PT2" in text] == [what]
     assert graphs() == before

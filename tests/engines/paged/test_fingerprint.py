@@ -1,4 +1,6 @@
-"""What decides the numbers has a version, and the engine knows where they depend on the batch."""
+"""What decides the numbers has a version, and is the same on all CPUs with fused multiply-add, in float32 and with
+quantized weights; the engine knows where they depend on the batch.
+"""
 
 import hashlib
 from pathlib import Path
@@ -11,17 +13,34 @@ from batches import engine_options
 from msgspec.structs import replace
 from random_requests import KINDS, WISHES
 from safetensors.torch import load_file, save_file
-from tiny_models import LONG, limits_of, make_model_from_config, make_wide_config, outcomes, paged_engine
+from tiny_models import (
+    LONG,
+    WIDE_ENCODER_DECODERS,
+    limits_of,
+    make_model_from_config,
+    make_wide_config,
+    outcomes,
+    paged_engine,
+)
 
 from tgis.engines.kernels.cpu.library import ISAS, cpu_flags
 from tgis.engines.loading.arithmetic import ARITHMETIC_VERSION, with_arithmetic
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 
-LLAMA = make_wide_config("Llama", **LONG)
+CONFIGS = {"Llama": make_wide_config("Llama", **LONG), "T5": WIDE_ENCODER_DECODERS["T5"]}
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
-# For each version of the arithmetic, of the answers in float32, and in bfloat16 on AVX512-BF16.
-DIGESTS = {1: ("1b2b3968dd7ab016", "b8d8f3875a8c6601")}
+# For each version of the arithmetic, of the answers of models with some options.
+DIGESTS = {
+    1: {
+        ("Llama", "float32", "none"): "1b2b3968dd7ab016",
+        ("Llama", "float32", "int8"): "fb23256c08fd0a1e",
+        ("T5", "float32", "none"): "cabfd638101ae95b",
+        ("Llama", "bfloat16", "none"): "b8d8f3875a8c6601",  # on AVX512-BF16
+    }
+}
+CASES = [*DIGESTS[ARITHMETIC_VERSION].items()]
+FUSED = "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16"
 
 
 def with_known_weights(model: Path) -> Path:
@@ -35,11 +54,16 @@ def with_known_weights(model: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize(("dtype", "isa"), [("float32", "avx2"), ("bfloat16", "avx512_bf16")])
-def test_a_change_of_answers_is_a_new_version(tmp_path: Path, dtype: str, isa: str) -> None:
-    if not ISAS[isa] <= cpu_flags():
+@pytest.mark.parametrize("isa", FUSED)
+@pytest.mark.parametrize(("case", "expected"), CASES)
+def test_a_change_of_answers_is_a_new_version(
+    case: tuple[str, str, str], expected: str, isa: str, tmp_path: Path
+) -> None:
+    name, dtype, quantize = case
+    if not ISAS[isa] <= cpu_flags() or (dtype == "bfloat16" and isa != "avx512_bf16"):
         pytest.skip(f"no {isa}")
-    engine = paged_engine(with_known_weights(make_model_from_config(LLAMA, tmp_path)), 4, dtype=dtype, cpu_isa=isa)
+    model = with_known_weights(make_model_from_config(CONFIGS[name], tmp_path))
+    engine = paged_engine(model, 4, dtype=dtype, cpu_isa=isa, quantize=quantize)
     requests = [
         Request(
             n, [3 + (n * n + 7 * at) % 50 for at in range(5 + 3 * n)], 8, sampling_params=kind, logprob_options=wish
@@ -48,8 +72,7 @@ def test_a_change_of_answers_is_a_new_version(tmp_path: Path, dtype: str, isa: s
     ]
     answers, _ = outcomes(engine, limits_of(engine, 400), requests, None)
     digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
-    versions = dict(zip(("float32", "bfloat16"), DIGESTS[ARITHMETIC_VERSION], strict=True))
-    assert digest == versions[dtype], "the arithmetic has changed: raise ARITHMETIC_VERSION and add its digests"
+    assert digest == expected, "the arithmetic has changed: raise ARITHMETIC_VERSION and add its digests"
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,10 @@ from tiny_models import (
 from torch import Tensor
 
 from tgis.batcher.sequence import StepPlan
-from tgis.engines.kernels.cpu.recording import Recorder
-from tgis.engines.kernels.cpu.replay import RecordedPass
 from tgis.engines.lora.layers import LoraLayers
 from tgis.engines.paged import model_runner
 from tgis.engines.paged.cuda_graphs import Replay
 from tgis.engines.paged.engine import PagedEngine
-from tgis.engines.paged.recorded_steps import RecordedSteps
 from tgis.engines.paged.self_check import dummy_sequence
 from tgis.ipc.lookups import AdapterStoreOptions
 from tgis.ipc.request import LogprobOptions
@@ -104,25 +101,6 @@ def test_other_adapters_change_no_bit(model: Path, dtype: str) -> None:
     for job, answer in zip(jobs, answers(jobs), strict=True):
         engine.runner.lora.clear()
         assert answers([job]) == [answer]
-
-
-def test_recorded_steps(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels_of(CPU_ISA)
-    replays: Counter[bool] = Counter()
-    make = Recorder.record
-
-    def counted(recorder: Recorder, run: Callable[[], Tensor]) -> tuple[RecordedPass, Tensor]:
-        replay, output = make(recorder, run)
-        has_adapters = engine.runner.attention.batch is not None and engine.runner.attention.batch.adapters is not None
-        replay.parts.append(lambda: replays.update([has_adapters]))
-        return replay, output
-
-    engine = paged_engine(model, dtype="float32")
-    monkeypatch.setattr(Recorder, "record", counted)
-    found = generated(engine, [2, 3, 1])
-    assert replays[True] > 20
-    monkeypatch.setattr(RecordedSteps, "run", lambda *_: None)
-    assert generated(paged_engine(model, dtype="float32"), [2, 3, 1]) == found
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from batches import engine_options
 from cpu_kernels import CPU_ISA
 from slow_cases import slow_except
-from tiny_models import make_model, make_model_from_config, paged_engine
+from tiny_models import make_model, make_model_from_config, paged_engine, tgis_warnings
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -67,16 +67,20 @@ def test_other_positions_are_not(options: EngineOptions, monkeypatch: pytest.Mon
         PagedEngine(options)
 
 
-@pytest.mark.parametrize("name", slow_except(["Gemma2", "M2M100"], ["Llama", "Gemma2", "M2M100"]))
-def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_except(["Gemma2", "M2M100", "OPT"], ["Llama", "Gemma2", "M2M100", "OPT"]))
+def test_pytorch_computes_with_the_codes_of_the_kernel(name: str, tmp_path: Path, caplog: Any) -> None:
+    """Which are not compiled."""
     model = make_model(name, tmp_path)
     logits = []
     for isa, kv_cache_dtype in ((CPU_ISA, "int8"), ("none", "int8"), ("none", "auto")):
-        engine = paged_engine(model, cpu_isa=isa, kv_cache_dtype=kv_cache_dtype)
-        logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 70)))
+        compiles = kv_cache_dtype == "int8"
+        engine = paged_engine(model, cpu_isa=isa, kv_cache_dtype=kv_cache_dtype, compile=compiles)
+        logits.append(engine.runner.dummy_logits(tokens=range(1, 90), output=range(30, 60)))
     by_kernel, by_pytorch, plain = logits
     assert (by_kernel - by_pytorch).norm() < 1e-3 * plain.norm()
     assert 1e-4 * plain.norm() < (by_pytorch - plain).norm() < 0.2 * plain.norm()
+    what = "encoder-decoders are" if engine.runner.encoder else "KV_CACHE_DTYPE=int8 is"
+    assert tgis_warnings(caplog).count(f"PT2_COMPILE has no effect: {what} not compiled") == 2
 
 
 def test_a_cache_that_changes_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from tiny_models import (
     paged_engine,
 )
 
+from tgis import engines
 from tgis.batcher.batcher import Batcher
 from tgis.engines.paged.engine import describe_memory
+from tgis.engines.paged.self_check import dummy_sequence, step_logits
 from tgis.errors import OutOfMemory, StartError
 from tgis.ipc.request import Request
 
@@ -48,7 +51,7 @@ def answer(batcher: Batcher, engine: Any, prompt: list[int]) -> tuple[list[int],
 
 
 def test_each_turn_of_a_conversation_computes_only_what_is_new(granite: Path) -> None:
-    engine, draw = paged_engine(granite, 4, cpu_isa="auto"), random.Random(0)
+    engine, draw = paged_engine(granite, 1, cpu_isa="auto"), random.Random(0)  # with two slots
     cached, uncached = (Batcher(limits_of(engine, 90, prefix_cache=on), [2]) for on in (True, False))
     prompt: list[int] = []
     for _ in range(5):
@@ -72,23 +75,37 @@ def test_sequences_of_failed_steps_begin_again(granite: Path, monkeypatch: pytes
 
 def test_a_failed_recording_leaves_no_trace(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is computed again when it cannot be recorded."""
-    engine, tokens = paged_engine(granite, 4), [*range(3, 33)]
-    expected = logits_of_chunks(engine, tokens, [20, *[1] * 10])
+    engine = paged_engine(granite, 4)
+
+    def logits() -> list[list[float]]:
+        seq = dummy_sequence([*range(3, 33)], 16)
+        return [step_logits(engine.runner.compute_logits, seq, [count]).tolist() for count in (20, *[1] * 10)]
+
+    expected = logits()
+    monkeypatch.setattr(engine.runner, "dummy_logits", lambda: None)  # so that the first steps are these
     engine.runner.record_steps(engine.info)
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    assert logits_of_chunks(engine, tokens, [20, *[1] * 10]).tolist() == expected.tolist()
+    assert logits() == expected
 
 
-def test_check_knows_the_bytes_of_states(granite: Path) -> None:
+def test_check_knows_the_bytes_of_states(granite: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = paged_engine(granite, 4, speculation="lookup", speculation_max_tokens=5)
     lines = describe_memory(engine_options(granite, 4, engine="tgis_native"))
     assert any("states of recurrent layers: 8 slots" in line for line in lines)
     assert (engine.info.state_slots, engine.info.proposed_tokens) == (8, 0)  # states cannot be taken back
+    assert {len(states) for states in engine.runner.states._states.values()} == {8}
+    assert "MAX_BATCH_SIZE" not in caplog.text
+    blocks = engine.info.token_capacity // 16
+    assert engine.kv_cache_bytes == engine.info.kv_cache_bytes // blocks * (blocks + 1)  # one for padding
+    engine.find_peak(runner := mock.Mock())
+    runner.paged_peak.assert_called_once_with(256, blocks + 1)
 
 
 def test_what_cannot_keep_states_is_refused(granite: Path, tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"has recurrent layers: NUM_SHARD must be 1, and the device a CPU$"):
         paged_engine(granite, 4, num_shards=2)
+    with pytest.raises(StartError, match=r"keep more than a KV cache \(granitemoehybrid\) are not supported$"):
+        engines.describe_memory(engine_options(granite, 4))
     llama = make_model("Llama", tmp_path)
     options: dict[str, Any] = {"speculation": "auto", "speculation_max_tokens": 3, "speculator_path": str(granite)}
     with pytest.raises(StartError, match="cannot draft: states of recurrent layers cannot be taken back"):

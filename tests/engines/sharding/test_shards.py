@@ -4,10 +4,8 @@ import itertools
 import os
 import random
 from collections.abc import Collection
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -43,9 +41,8 @@ from tiny_models import (
 from tgis.engines import describe_memory, load_shard
 from tgis.engines.kernels.cpu.collectives import shared_bytes
 from tgis.engines.kernels.cpu.replay import ResizablePass
-from tgis.engines.paged import self_check
 from tgis.engines.paged.recorded_steps import RecordedSteps
-from tgis.engines.paged.self_check import dummy_adapter
+from tgis.engines.paged.self_check import dummy_adapter, on_all_ranks
 from tgis.engines.quantization.weight import INT4, QuantizedWeight
 from tgis.engines.sharding.plans import check_groups, check_plan
 from tgis.errors import StartError, Unsupported
@@ -59,7 +56,7 @@ FAMILIES = (
     *("Bart", "M2M100", "Marian", "Marian, two vocabularies", "MT5", "T5", "T5, flan", "UMT5"),
 )
 PLANS = {(name, 2, "hf_transformers") for name in ("GptOss", "T5", "GPT2", "Bart", "Bloom")}  # each has one of its kind
-FAST = {("Falcon, 40b", 4, "tgis_native")} | PLANS
+FAST = {("Falcon, 40b", 4, "tgis_native"), ("Bloom", 2, "tgis_native")} | PLANS
 WIDE = {"hidden_size": 64, "d_model": 64, "head_dim": 16, "intermediate_size": 128, "d_kv": 16, "d_ff": 128}
 FEW_TOKENS = 8
 PROMPT_TOKENS = 2
@@ -95,31 +92,22 @@ def test_ranks_give_what_one_gives(name: str, count: int, engine: str, tmp_path:
     compare(make_model_from_config(make_config(name), tmp_path), count, engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "Bloom", "T5", "Bart"])
-def test_ranks_share_what_cpu_kernels_compute(name: str, tmp_path: Path) -> None:
-    compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native")
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    assert [*on_ranks(2, check_failing_on_one)] == ["it fails on another rank", "off by 0.1"]
+
+
+def check_failing_on_one() -> str:
+    with pytest.raises(Unsupported) as caught:
+        on_all_ranks(failing if torch.distributed.get_rank() else int)
+    return str(caught.value)
+
+
+def failing() -> None:
+    raise Unsupported("off by 0.1")
 
 
 @pytest.mark.slow
-def test_where_paged_attention_fails_on_one_rank_all_have_another_engine(tmp_path: Path) -> None:
-    directory = make_model_from_config(make_config("Llama"), tmp_path)
-    own, other = on_ranks(2, load_with_failure, directory)
-    assert own == ("PaddedEngine", "not tgis_native: it fails on another rank")
-    assert other == ("PaddedEngine", "not tgis_native: off by 0.1")
-
-
-def load_with_failure(directory: Path) -> tuple[str, str]:
-    options = engine_options(directory, 4, num_shards=2, engine="auto")
-    failing = mock.patch.object(self_check, "_compare", side_effect=Unsupported("off by 0.1"))
-    with failing if torch.distributed.get_rank() else nullcontext():
-        engine, reason = load_shard(options)
-    engine.warm_up()
-    return type(engine).__name__, reason
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@pytest.mark.parametrize("name", ["Llama", "T5", "Bart"])
 def test_ranks_share_a_cache_in_codes(name: str, tmp_path: Path) -> None:
     compare(make_model_from_config(make_wide_config(name), tmp_path), 2, "tgis_native", 0.05, kv_cache_dtype="int8")
 
@@ -324,6 +312,11 @@ def test_what_does_not_divide_is_refused(name: str, shards: int, message: str) -
     assert str(caught.value) == message
 
 
+def test_all_families_have_plans() -> None:
+    for name in (*FAMILIES, "MBart", "Pegasus", "PLBart", "Blenderbot", "BlenderbotSmall"):
+        check_plan(make_config(name), 2)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("Llama", tmp_path_factory.mktemp("model"))
@@ -334,10 +327,7 @@ def texts_alone(llama: Path) -> Texts:
     return as_engine(llama, "as it is")[0]
 
 
-MODES = ["rank 0 fails", "all ranks fail", "capture, not everywhere"]
-
-
-@pytest.mark.parametrize("mode", slow_except(MODES[:1], MODES))
+@pytest.mark.parametrize("mode", slow_except(["rank 0 fails"], ["rank 0 fails", "all ranks fail"]))
 def test_ranks_launch_the_same_steps(llama: Path, texts_alone: Texts, mode: str) -> None:
     (texts, launches), *others = on_ranks(2, as_engine, llama, mode)
     assert texts == texts_alone

@@ -54,8 +54,6 @@ def describe_memory(options: EngineOptions) -> list[str]:
     unloaded = UnloadedModel(options)
     if unloaded.config.is_encoder_decoder:
         cross_attention_modules(unloaded.model)
-    if not unloaded.caches:
-        return unknown_memory("tgis_native", options)
     device, rows = unloaded.device, unloaded.max_batch_size
     encodes = len(unloaded.caches) > 1
     step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)

@@ -80,7 +80,7 @@ def _scan(step: Step, states: Tensor, slots: Tensor) -> Tensor:
         for token in tokens:
             source, _, save = rows[token]
             if state is None:
-                state = torch.zeros_like(states[0]) if source < 0 else states[source].clone()
+                state = torch.zeros_like(states[0]) if source < 0 else states[source]
             state, output = step(state, token)
             outputs.append(output)
             if save >= 0:

@@ -38,10 +38,9 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
     that passes of one token and of many take the same path.
     """
 
-    def __init__(self, num_slots: int, argument: str, kernels: CpuKernels | None) -> None:
+    def __init__(self, argument: str, kernels: CpuKernels | None) -> None:
         """`argument` is the name of the cache in the model's forward."""
         super().__init__()
-        self.num_slots = num_slots
         self._argument = argument
         self._operators: Any = RecurrentKernels(kernels) if kernels else recurrence
         self.slots = torch.empty(0, 3, dtype=torch.int64)
@@ -56,7 +55,6 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
 
     def allocate(self, num_slots: int) -> None:
         """Have so many slots from now on, none of which has states."""
-        self.num_slots = num_slots
         for key, state in self._states.items():
             shape = num_slots, *state.shape[1:]
             self._buffers.append(HugePageBuffer(math.prod(shape) * state.itemsize))
@@ -164,12 +162,10 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         return y
 
     def _of_layer(self, kind: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """The states of this call in the layer, [slots, *shape]."""
+        """The states of this call in the layer, [slots, *shape]; one slot until `allocate`."""
         key = *self._layer, kind, next(self._calls)
         if key not in self._states:
-            self._states[key] = like.new_empty(self.num_slots, *shape, dtype=dtype)
-        if self._states[key].shape[1:] != shape:
-            raise Unsupported("a recurrent layer has several states of one kind")
+            self._states[key] = like.new_empty(1, *shape, dtype=dtype)
         return self._states[key]
 
 
@@ -189,7 +185,7 @@ def install_states(model: PreTrainedModel, kernels: CpuKernels | None = None) ->
         if isinstance(projection := getattr(module, "dt_proj", None), PackedLinear):
             projection.weight = WeightArgument(projection.gemm)
     argument = next(name for name in signature(model.forward).parameters if name in _CACHE_ARGUMENTS)
-    return RecurrentStates(1, argument, kernels if model.dtype in DTYPES else None)
+    return RecurrentStates(argument, kernels if model.dtype in DTYPES else None)
 
 
 def unloaded_slot_bytes(model: PreTrainedModel) -> int:
