@@ -185,7 +185,7 @@ async def test_an_abort_needs_an_id_and_the_address_of_the_call() -> None:
         requests: Any = {"num_running_reqs": 1, "num_waiting_reqs": 2, "num_total_reqs": 3, "max_running_requests": 4}
         tokens: Any = {"num_used_tokens": 30, "max_total_num_tokens": 40, "num_waiting_uncached_tokens": 7}
         assert load == pb.SchedulerLoad(token_usage=0.75, **requests, **tokens)
-        with pytest.raises(grpc.aio.AioRpcError, match="FlushCache needs a bearer token or a client certificate"):
+        with pytest.raises(grpc.aio.AioRpcError, match='FlushCache needs a bearer token or a client certificate"'):
             await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert not any(call.done() for call in calls)
         await stub.Abort(pb.AbortRequest(request_ids=["x"]))

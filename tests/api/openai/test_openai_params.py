@@ -117,9 +117,9 @@ async def test_calls_of_the_front_end() -> None:
     assert (call.kind, call.texts, call.fields, call.n) == (CallKind.BATCH, ["p"], ["messages"], 2)
     assert (call.token_ids, call.adapter, call.api) == (None, None, "openai")
     assert call.params.sampling.stop_token_ids == (256,)  # a special token of the model
-    call = (await ask(COMPLETIONS, {"prompt": [[1], [2, 3]], "stream": True})).call
+    call = (await ask(COMPLETIONS, {"prompt": [[1], [2, 3]], "stream": True}, limit_by_address=True)).call
     assert (call.kind, call.texts, call.token_ids) == (CallKind.STREAM, ["", ""], [[1], [2, 3]])
-    assert call.fields == ["prompt[0]", "prompt[1]"]
+    assert (call.client, call.fields) == (b"127.0.0.1", ["prompt[0]", "prompt[1]"])
 
 
 @table("parameters", "template messages")

@@ -82,6 +82,7 @@ def test_tokenize(server: LocalServer) -> None:
     for length, text in ((9_000, "the reply has more than 400000 bytes"), (90_000, "the text has more than ")):
         status, answer = post(server, "/tokenize", "a" * length)
         assert (status, text in answer["error"]) == (422, True)
+    assert post(server, "/generate", "a" * 100, max_new_tokens=150)[0] == 422  # more than fit
     assert server.post("/tokenize", {"prompt": "a" * 50_000})[1]["count"] == 50_000
     assert server.post("/tokenize", {"prompt": "a" * 50_001})[0] == 422
     chat = {"messages": [{"role": "user", "content": "a"}]}
