@@ -47,8 +47,9 @@ def grown(events: list[Any]) -> list[list[str]]:
         if event.type == "response.output_item.added":
             items.append(shown(event.item))
         elif event.type.endswith(".delta"):
-            assert event.output_index == len(items) - 1
             items[-1][-1] += event.delta
+        indexed = getattr(event, "output_index", len(items) - 1), getattr(event, "delta", "some")
+        assert (indexed[0], bool(indexed[1])) == (len(items) - 1, True)
     return items
 
 
