@@ -215,7 +215,7 @@ BART_LIKE = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-GEMMA_LIKE = LLAMA_LIKE | TOKEN_IDS | {"head_dim": 8, "sliding_window": 8}
+GEMMA_LIKE = LLAMA_LIKE | TOKEN_IDS | {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
     "T5": T5_LIKE,
     "T5, flan": T5_LIKE | {"feed_forward_proj": "gated-gelu"},
