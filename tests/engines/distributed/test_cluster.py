@@ -93,8 +93,8 @@ def test_ranks_join_in_spite_of_strangers_and_wrong_secrets(
             "but 'utf-8' codec",
             "but timed out",
         ):
-            said = f"127.0.0.1 has connected, {reason}"
-            wait_until(lambda said=said: said in "\n".join(tgis_warnings(caplog)), reason)  # type: ignore[misc]
+            text = f"127.0.0.1 has connected, {reason}"
+            wait_until(lambda text=text: text in "\n".join(tgis_warnings(caplog)), reason)  # type: ignore[misc]
         for sock in (*strangers, link, links[1]):
             sock.close()
 

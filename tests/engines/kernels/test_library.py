@@ -1,6 +1,7 @@
 """Which library of C kernels is used: by the CPU's features and CPU_ISA, prebuilt or compiled once."""
 
 import logging
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_the_option_takes_every_instruction_set(monkeypatch: pytest.MonkeyPatch)
     for isa in ("auto", "none", *ISAS):
         assert config.parse([], {"MODEL_NAME": "m", "CPU_ISA": isa}, "tgis serve").cpu_isa == isa
     assert set(build.isa_flags()) <= set(ISAS)
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     flags = {"generic": (), "neon_dotprod": ("-march=armv8.2-a+dotprod",)}
     assert build.isa_flags() == flags | {"neon_bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",)}
 
