@@ -3,6 +3,9 @@ quantized weights; the engine knows where they depend on the batch.
 """
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from tgis.engines.loading.arithmetic import ARITHMETIC_VERSION, with_arithmetic
 from tgis.ipc.messages import EngineInfo
 from tgis.ipc.request import Request
 
-CONFIGS = {"Llama": make_wide_config("Llama", **LONG), "T5": WIDE_ENCODER_DECODERS["T5"]}
+CONFIGS = {"Llama": make_wide_config("Llama", **LONG), **WIDE_ENCODER_DECODERS}
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 # For each version of the arithmetic, of the answers of models with some options.
 DIGESTS = {
@@ -36,6 +39,11 @@ DIGESTS = {
         ("Llama", "float32", "none"): "1b2b3968dd7ab016",
         ("Llama", "float32", "int8"): "fb23256c08fd0a1e",
         ("T5", "float32", "none"): "cabfd638101ae95b",
+        ("T5", "float32", "int8"): "5af0b6f4d55d7f94",
+        ("Bart", "float32", "none"): "e421560fdffccd70",
+        ("Bart", "float32", "int8"): "bc1a45d7521d64ce",
+        ("Marian", "float32", "none"): "4f6eaafcff41ea94",
+        ("Marian", "float32", "int8"): "f9936a0f81432945",
         ("Llama", "bfloat16", "none"): "b8d8f3875a8c6601",  # on AVX512-BF16
     }
 }
@@ -73,6 +81,14 @@ def test_a_change_of_answers_is_a_new_version(
     answers, _ = outcomes(engine, limits_of(engine, 400), requests, None)
     digest = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
     assert digest == expected, "the arithmetic has changed: raise ARITHMETIC_VERSION and add its digests"
+
+
+def test_the_instruction_sets_of_pytorch_and_mkl_change_no_answer() -> None:
+    """They choose theirs once in a process: here what the CPU has, in a child AVX2."""
+    settings = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    command = sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "new_version and avx2"
+    done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
