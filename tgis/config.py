@@ -99,7 +99,7 @@ class Config:
     pt2_compile: bool | None = option(
         MODEL, BOOLEAN, "use torch.compile in tgis_native", None, shown_default="on a GPU")
     num_shard: int = option(
-        MODEL, integer(1, 64), "tensor-parallel size of tgis_native: ranks on all machines, one GPU for each", 1,
+        MODEL, integer(1, 64), "tensor-parallel size of tgis_native: ranks on all machines, one GPU each", 1,
         aliases=("num_gpus",), vllm_names=("tensor_parallel_size",), short="-tp")
     dtype: str = option(
         MODEL, DTYPE, "dtype of the weights: float32, float16 or bfloat16; int8 means QUANTIZE=int8", "auto",
@@ -112,8 +112,8 @@ class Config:
         "none", vllm_names=("quantization",), short="-q")
     quantize_logits: bool = option(MODEL, BOOLEAN, "with QUANTIZE, also quantize the logits layer to int8", False)
     quantize_activations: str = option(
-        MODEL, choice("auto", "none", "int8"), "with QUANTIZE, the dtype of activations: auto is int8, none is DTYPE",
-        "auto")
+        MODEL, choice("auto", "none", "int8"),
+        "activations of quantized layers: int8, none (DTYPE), or auto (int8 with QUANTIZE, else as saved)", "auto")
     hf_hub_cache: Path | None = option(
         MODEL, PATH, "Hub cache directory", None,
         aliases=("transformers_cache", "huggingface_hub_cache"), vllm_names=("download_dir",),
@@ -130,9 +130,10 @@ class Config:
     max_new_tokens: int = option(
         LIMITS, integer(1), "largest max_new_tokens; the OpenAI API lowers larger values to it", 1024)
     default_max_new_tokens: int = option(
-        LIMITS, integer(0), "max_new_tokens of gRPC requests that have none; 0 means the remaining context", 20)
+        LIMITS, integer(0), "default max_new_tokens of fmaas.GenerationService; 0 means the remaining context", 20)
     max_top_n_tokens: int = option(
-        LIMITS, integer(0, 1024), "largest top_n_tokens of a request", 10, vllm_names=("max_logprobs",))
+        LIMITS, integer(0, 1024), "largest top_n_tokens of a request; always 20 in the OpenAI API and VllmEngine", 10,
+        vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
     max_concurrent_requests_per_client: int | None = option(
@@ -149,7 +150,7 @@ class Config:
     deadline_partial: bool = option(
         LIMITS, BOOLEAN, "end unary calls shortly before their gRPC deadline and return the text so far", False)
     step_timeout_seconds: float = option(
-        LIMITS, SECONDS, "seconds without a step after which a busy engine is killed", 120.0)
+        LIMITS, SECONDS, "seconds without a step until a busy engine is killed", 120.0)
 
     max_batch_size: int | None = option(
         BATCHES, integer(1, 65536), "maximum number of sequences in a batch", None,
@@ -166,9 +167,9 @@ class Config:
         BATCHES, integer(0), "maximum number of decode steps before waiting requests are prefilled", 24)
     estimate_memory: str = option(
         BATCHES, choice("auto", "manual", "off"),
-        "KV cache size: auto leaves room for steps, off none, manual fits MAX_BATCH_SIZE full sequences", "auto")
+        "KV cache: auto leaves room for steps, off does not, manual fits MAX_BATCH_SIZE full sequences", "auto")
     batch_safety_margin: int | None = option(
-        BATCHES, integer(0, 100), "percentage of the memory beside the weights to keep free", None,
+        BATCHES, integer(0, 100), "part to keep free, in percent of the memory that weights leave", None,
         shown_default="20; 8 on GPUs for decoder-only models in tgis_native without adapters")
     cuda_process_memory_fraction: float = option(
         BATCHES, FRACTION, "fraction of the GPU memory to use", 1.0,
@@ -229,7 +230,7 @@ class Config:
         TEXTS, integer(0, 2**64 - 1), "for requests without a seed, choose the same seeds in every run", None,
         vllm_names=("seed",), shown_default="none")
     tokenization_workers: int = option(
-        TEXTS, integer(1, 256), "number of texts that are tokenized in parallel", defaults.tokenization_workers,
+        TEXTS, integer(1, 256), "number of texts tokenized in parallel", defaults.tokenization_workers,
         aliases=("validation_workers",), shown_default="usable CPUs - 1, but 2 to 8")
 
     bind_address: str = option(
@@ -251,7 +252,7 @@ class Config:
     client_timeout_seconds: float = option(
         NETWORK, SECONDS, "seconds a client may take to send a request or to read an answer", 30.0)
     grpc_max_connection_age_seconds: int | None = option(
-        NETWORK, integer(1, 31536000), "seconds after which clients must reconnect, so that they find new replicas",
+        NETWORK, integer(1, 31536000), "seconds until clients must reconnect and find new replicas",
         None, shown_default="no limit")
 
     http_api: bool = option(HTTP, BOOLEAN, "serve the TGI and OpenAI HTTP APIs", True)
@@ -271,7 +272,7 @@ class Config:
     api_key: Secret | None = option(
         HTTP, SECRET, "bearer token for the HTTP APIs, in addition to those in AUTH_TOKEN_PATH", None)
     cors_allow_origin: tuple[str, ...] = option(
-        HTTP, WORDS, "origins whose pages may call the HTTP APIs; * means all", (), shown_default="none")
+        HTTP, WORDS, "web origins that may call the HTTP APIs; * means all", (), shown_default="none")
     allowed_hosts: tuple[str, ...] = option(
         HTTP, WORDS, "host names accepted in the header Host of HTTP requests; * means all", (),
         shown_default="all; localhost if BIND_ADDRESS is loopback and no token is set")
@@ -284,25 +285,25 @@ class Config:
         CLUSTER, integer(1, 64), "number of machines; each runs NUM_SHARD / NNODES ranks", 1,
         aliases=("group_world_size", "lws_group_size"))
     node_rank: int = option(
-        CLUSTER, integer(0, 63), "number of this machine; 0 serves the APIs, the others only answer probes", 0,
+        CLUSTER, integer(0, 63), "number of this machine; 0 serves the APIs, others only answer probes", 0,
         aliases=("group_rank", "lws_worker_index"))
     master_addr: str | None = option(
-        CLUSTER, TEXT, "address of node 0, to which other nodes connect", None, aliases=("lws_leader_address",))
+        CLUSTER, TEXT, "address of node 0 for the other nodes", None, aliases=("lws_leader_address",))
     master_port: int = option(
         CLUSTER, integer(1, 65534), "port of node 0 for the other nodes; under torchrun, MASTER_PORT + 1 is used",
         MASTER_PORT)
     cluster_secret_path: Path | None = option(
-        CLUSTER, PATH, "file with a text that identifies this cluster, the same on all nodes", None)
+        CLUSTER, PATH, "file with a secret text, the same on all nodes of the cluster", None)
     cluster_interface: str | None = option(
         CLUSTER, TEXT, "network interface for collectives (gloo, NCCL)", None,
         shown_default="the interface that reaches node 0")
     cluster_timeout_seconds: float = option(
-        CLUSTER, decimal(2, 3600), "seconds without an answer after which another node is considered lost", 10.0)
+        CLUSTER, decimal(2, 3600), "seconds without an answer until another node counts as lost", 10.0)
 
     strict_options: bool = option(
-        PROCESS, BOOLEAN, "if an option would be ignored or replaced, refuse to start instead of warning", False)
+        PROCESS, BOOLEAN, "refuse to start if an option is ignored or replaced", False)
     shutdown_grace_seconds: float = option(
-        PROCESS, decimal(0, defaults.MAX_GRACE_SECONDS), "seconds in which calls in flight may finish after SIGTERM",
+        PROCESS, decimal(0, defaults.MAX_GRACE_SECONDS), "seconds for calls in flight to finish after SIGTERM",
         30.0, aliases=("graceful_termination_timeout",))
     cache_dir: Path = option(
         PROCESS, PATH, "directory for all files that the server writes", defaults.cache_dir,
@@ -325,7 +326,7 @@ class Config:
         vllm_names=("enable_log_requests", "no_enable_log_requests", "disable_log_requests"))
     log_text: bool = option(LOGS, BOOLEAN, "log the first 32 characters of inputs and outputs", False)
     record_path: Path | None = option(
-        LOGS, PATH, "file to which every answer is appended, texts included, for tgis verify", None)
+        LOGS, PATH, "file for records of all answers, including texts, for tgis verify", None)
     record_max_mb: int = option(
         LOGS, integer(1), "total size of RECORD_PATH and the older RECORD_PATH.1 in MiB", 256)
     # fmt: on
