@@ -53,7 +53,7 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         number = next(self.numbers)
         self.texts.append(text)
         self.stopping.append(params.stopping)
-        self.metadata.append(dict(context.invocation_metadata()) | {"peer": context.peer()})
+        self.metadata.append(dict(context.invocation_metadata()) | {"peer": context.peer(), "seconds": f"{context.time_remaining():.1g}"})
         if number == self.kill_at:
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():
@@ -312,7 +312,8 @@ def test_unary_calls_have_no_first_token_and_the_token_of_the_file(
     assert bench(fake, *options, "--adapter-id", "a", "--prefix-id", "p") == 0
     assert {(s.max_new_tokens, s.min_new_tokens) for s in fake.stopping} == {(128, 0)}
     assert {*fake.adapters} == {("a", "p")}
-    assert [sent["authorization"] for sent in fake.metadata] == ["Bearer secret"] * (3 + 1)  # one to warm up
+    sent = [(metadata["authorization"], metadata["seconds"]) for metadata in fake.metadata]
+    assert sent == [("Bearer secret", "6e+02")] * (3 + 1)  # one to warm up
     captured = capsys.readouterr()
     (level,) = json.loads(captured.out)["levels"]
     assert (level["concurrency"], level["ok"], level["output_tokens"], captured.err) == (1, 3, 3 * 128, "")

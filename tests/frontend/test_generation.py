@@ -222,7 +222,10 @@ async def test_an_adapter_comes_before_the_input() -> None:
     (request,) = await front.submitted()
     assert (request.tokens, request.adapter and request.adapter.id) == ([0, 0, 0, A, B], "p")
     assert (request.cache_salt, front.generator.num_queued_tokens) == ((9).to_bytes(8), 5)
-    task.cancel()
+    front.step([request], C, end=StopReason.MAX_TOKENS)
+    await task
+    lengths = [value(front.generator.metrics, f"tgi_request_{name}_sum") for name in ("input_length", "total_tokens")]
+    assert lengths == [2, 3]  # without the places of the adapter
 
 
 @run_async

@@ -128,6 +128,8 @@ def test_the_index_and_permissions(model: Callable[..., Path]) -> None:
     path = model("tied", 2)
     left = path / ".safetensors-x"  # of a killed process
     left.mkdir()
+    for number in (1, 2):  # but no index
+        (path / f"model-0000{number}-of-00002.safetensors").touch()
     weights.convert_weights(path)
     assert not left.exists()
     index = json.loads((path / "model.safetensors.index.json").read_text())
