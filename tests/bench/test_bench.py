@@ -53,7 +53,9 @@ class FakeServer(pb_grpc.GenerationServiceServicer):
         number = next(self.numbers)
         self.texts.append(text)
         self.stopping.append(params.stopping)
-        self.metadata.append(dict(context.invocation_metadata()) | {"peer": context.peer(), "seconds": f"{context.time_remaining():.1g}"})
+        self.metadata.append(
+            dict(context.invocation_metadata()) | {"peer": context.peer(), "seconds": f"{context.time_remaining():.1g}"}
+        )
         if number == self.kill_at:
             os.kill(os.getpid(), signal.SIGINT)
             while context.is_active():

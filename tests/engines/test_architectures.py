@@ -52,7 +52,7 @@ from tgis.ipc.request import Request
 NEW_TOKENS = 12
 # kinds of attention, positions, heads and layers that no other fast test has
 FAST = {"Mistral", "OPT, 350m", "GPTBigCode", "Falcon, 40b", "GptOss", "DeepseekV3", "T5", "Bart", "M2M100"}
-FAST |= {"Qwen3_5Text", "Qwen3Next", "GraniteMoeHybrid, H", "Jamba", "Lfm2", "T5Gemma", "Zamba2"}
+FAST |= {"Qwen3Next", "GraniteMoeHybrid, H", "Jamba", "Lfm2", "T5Gemma", "Zamba2"}
 
 
 def read_table() -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ from tables import table
 from tgis.api.openai.bodies import ChatCompletionRequest
 from tgis.api.openai.reasoning import THINK
 from tgis.api.openai.responses import ResponsesRequest, chat_body
-from tgis.errors import EngineFailure
+from tgis.errors import EngineFailure, Overloaded
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOLS = [{"type": "function", "name": "w", "parameters": {}, "strict": False}]
@@ -95,10 +95,10 @@ async def test_answers_and_their_events(row: dict[str, Any]) -> None:
 async def test_a_failure_ends_the_stream() -> None:
     begun = output("a", generated_token_count=1)
     body = BODY | {"stream": True, "parallel_tool_calls": False}
-    answer = await ask("/v1/responses", body, begun, EngineFailure("boom"))
+    answer = await ask("/v1/responses", body, begun, Overloaded("busy"))
     *_, message, failed = events = [EVENTS.validate_python(event) for event in answer.body]
     assert (answer.status, message.item.status, failed.type) == (200, "incomplete", "response.failed")
-    assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
+    assert (failed.response.status, failed.response.error.code) == ("failed", "rate_limit_exceeded")
     assert failed.response.output == [message.item]
     assert (len(events), failed.response.parallel_tool_calls) == (9, False)
     assert (await ask("/v1/responses", BODY | {"stream": True}, EngineFailure("boom"))).status == 500

@@ -37,6 +37,14 @@ DYNAMIC = {
 }
 
 
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+MIXED = DYNAMIC | {
+    "rope_parameters": {"full_attention": DYNAMIC["rope_parameters"], "sliding_attention": DEFAULT},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "head_dim": 8,
+}
+
+
 def make(directory: Path, kind: str, **values: Any) -> Path:
     return make_model_from_config(AutoConfig.for_model(kind, **SMALL | values), directory)
 
@@ -67,7 +75,7 @@ def assert_logits_of(model: Path, engine: PagedEngine) -> None:
     torch.testing.assert_close(last_logits(engine, seq), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC)])
+@pytest.mark.parametrize(("kind", "values"), [("phi3", longrope(1.0, 8.0)), ("llama", DYNAMIC), ("gemma3_text", MIXED)])
 def test_a_long_neighbour_changes_nothing(tmp_path: Path, kind: str, values: dict[str, Any]) -> None:
     engine = load(make(tmp_path, kind, **values), longest=256)
     assert engine.info.arithmetic.endswith(" 256")
