@@ -80,7 +80,7 @@ class Config:
 
     # fmt: off
     model_name: str = option(
-        MODEL, TEXT, "model directory, or name of a model in the local Hub cache", "", required=True,
+        MODEL, TEXT, "model directory, GGUF file, or name of a model in the local Hub cache", "", required=True,
         aliases=("model_id",), vllm_names=("model",))
     served_model_name: tuple[str, ...] = option(
         MODEL, WORDS, "names of the model in the OpenAI API; the first is shown in answers, metrics and logs", (),
@@ -128,11 +128,11 @@ class Config:
         LIMITS, integer(1), "maximum number of input tokens", None,
         aliases=("max_input_length",), shown_default="MAX_SEQUENCE_LENGTH - 1")
     max_new_tokens: int = option(
-        LIMITS, integer(1), "largest max_new_tokens; the OpenAI API lowers larger values to it", 1024)
+        LIMITS, integer(1), "largest max_new_tokens; larger values are lowered in the OpenAI API and for SMG", 1024)
     default_max_new_tokens: int = option(
         LIMITS, integer(0), "default max_new_tokens of fmaas.GenerationService; 0 means the remaining context", 20)
     max_top_n_tokens: int = option(
-        LIMITS, integer(0, 1024), "largest top_n_tokens of a request; always 20 in the OpenAI API and VllmEngine", 10,
+        LIMITS, integer(0, 1024), "largest top_n_tokens of a request; always 20 in the OpenAI API and for SMG", 10,
         vllm_names=("max_logprobs",))
     max_concurrent_requests: int = option(
         LIMITS, integer(1), "maximum number of inputs in flight; further calls fail with RESOURCE_EXHAUSTED", 512)
