@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sampling_oracle import make_row, samplings
 from sampling_steps import sample_batch
 
-from tgis.engines.sampling import logits_processors, sampler
+from tgis.engines.sampling import draws, logits_processors, sampler
 from tgis.ipc.lookups import GrammarKind, GrammarSpec, Vocabulary
 from tgis.ipc.request import LogprobOptions, SamplingParams
 from tgis.structured_output.compiler import compile_grammar
@@ -65,7 +65,10 @@ def _limits(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.multiple(logits_processors, _LIST_STEP=4, _TIE_MARGIN=2, _MAX_TOPK=9, _CPU_BLOCK_SCORES=50),
+        mock.patch.multiple(
+            logits_processors, _LIST_STEP=4, _TIE_MARGIN=2, _MAX_LIST=9, LONG_LIST=12, _CPU_BLOCK_SCORES=50
+        ),
+        mock.patch.object(draws, "LONG_LIST", 12),
         mock.patch.object(sampler, "_TOP_P_CANDIDATES", 2),
     ):
         yield

@@ -25,6 +25,7 @@ from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.sampling import CpuArgmax, CpuGumbelMax
 from tgis.engines.kernels.cuda.self_test import KernelSelfTest, has_kernels
 from tgis.engines.sampling.logits_processors import (
+    LONG_LIST,
     Candidates,
     Filters,
     Rows,
@@ -35,7 +36,6 @@ from tgis.engines.sampling.logits_processors import (
 )
 from tgis.engines.sampling.logprobs import LogprobRequest, candidate_columns, table_of
 
-_LONG_LIST = 1024  # tokens: a draw among them takes a tenth of the time of one among 50,000
 _GOLDEN, _FACTOR_1, _FACTOR_2 = (
     unsigned - (1 << 64) for unsigned in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -113,7 +113,7 @@ def draw_filtered(rows: FilteredRows, num_candidates: int) -> Tensor:
     table, exact = _draw_from_list(rows, num_candidates)
     if not exact.all():
         inexact = (~exact[:, 0]).nonzero()[:, 0]
-        longer = _LONG_LIST if num_candidates < _LONG_LIST else vocab_size
+        longer = LONG_LIST if num_candidates < LONG_LIST else vocab_size
         table[inexact] = draw_filtered(rows.take(inexact), longer)
     return table
 
