@@ -27,6 +27,14 @@ class _Everything(Policy):
         return float(bool(drafting)), counts
 
 
+class ForcedLookups(Speculator):
+    """All that lookup expects."""
+
+    def __init__(self, max_tokens: int, max_rows: int, vocab_size: int, *_drafts: int) -> None:
+        super().__init__(max_tokens, max_rows, vocab_size)
+        self.policy = _Everything(max_rows)
+
+
 class ForcedDrafts(Speculator):
     """All that a model drafts, and some of what lookup expects."""
 
