@@ -1,4 +1,4 @@
-"""Packages and the image: what they contain."""
+"""Packages: what they contain."""
 
 import configparser
 import os
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from tgis import __version__
-from tgis.config import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,15 +27,6 @@ def build(folder: str, target: Path) -> dict[str, str]:
     command = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "-d", str(target)]
     subprocess.run(command, cwd=ROOT / folder, check=True, capture_output=True)
     return os.environ | {"PYTHONPATH": str(target)}
-
-
-def test_the_image_serves_at_its_ports_as_an_unprivileged_user() -> None:
-    steps = re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
-    last = {instruction: argument for instruction, argument in steps if "=$" not in argument}
-    environ = dict(pair.split("=") for pair in last["ENV"].replace("\\\n", " ").split())
-    config = parse([], {"MODEL_NAME": "m", **environ}, "tgis serve")
-    assert not config.warnings
-    assert (last["EXPOSE"], last["USER"]) == (f"{config.port} {config.grpc_port}", "2000:0")
 
 
 def test_images_and_the_changelog_have_the_version_of_the_package() -> None:
