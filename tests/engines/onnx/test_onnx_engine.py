@@ -102,17 +102,14 @@ def wanted() -> list[Request]:
     ]
 
 
-def joined(engine: PaddedEngine, seed: int) -> list[list[int]]:
-    return generate_all(engine, limits(10**6, max_batch_size=8, prefill_tokens=512), wanted(), random.Random(seed))
-
-
 @BOTH
 def test_changing_batches_generate_what_transformers_generates_alone(
     exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in chunks shorter than the prompts."""
     monkeypatch.setitem(MAX_PREFILL_TOKENS, "cpu", 32)
-    assert joined(load(exports.graphs), 2) == exports.expected
+    bounds = limits(10**6, max_batch_size=8, prefill_tokens=512)
+    assert generate_all(load(exports.graphs), bounds, wanted(), random.Random(2)) == exports.expected
 
 
 @DECODER
