@@ -82,13 +82,8 @@ def accepts(row: Option, text: str) -> bool:
 SAMPLES = {row.name: samples(row) for row in declared_options(Config)}
 
 
-@pytest.fixture
-def no_tls_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_validate", lambda _config: None)
-
-
-@pytest.mark.usefixtures("no_tls_check")
-def test_flags_override_variables_and_defaults() -> None:
+def test_flags_override_variables_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_validate", lambda _config: None)  # these values need not go together
     first, second = ({name: pair[at] for name, pair in SAMPLES.items()} for at in (0, 1))
     default, variables = read(), {name.upper(): text for name, (text, _) in first.items()}
     unchanged = {name for name, (_, value) in first.items() if getattr(default, name) == value}

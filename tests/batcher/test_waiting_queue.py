@@ -1,7 +1,6 @@
 """The waiting queue: whose turn it is, by the books that the test keeps of every client."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -126,14 +125,10 @@ def test_a_new_client_waits_for_a_round_of_the_others(floods: list[list[int]], a
     assert all(sum(tokens[:-1]) <= TOKENS_PER_ROUND for tokens in ahead.values())
 
 
-def new_clients() -> Iterator[bytes]:
-    return (b"new %d" % number for number in count())
-
-
 @given(st.integers(1, 2000), st.integers(1, 20), TOKENS)
 def test_new_clients_without_end_starve_nobody(tokens: int, queued: int, of_new: int) -> None:
     """One comes for each that is admitted. A request waits for as many rounds as its client has tokens before it."""
-    world, clients = World(), new_clients()
+    world, clients = World(), (b"new %d" % number for number in count())
     _, waits = world.submit(b"old", [1 + tokens, 2])
     for _ in range(queued):
         world.submit(next(clients), [of_new])

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from harness import run_async
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,22 +91,16 @@ def words(text: str) -> int:
     return len(text.split()) + 1
 
 
-@contextmanager
-def serving(servicer: FakeServer) -> Iterator[str]:
+def bench(fake: FakeServer, *arguments: str) -> int:
     with ThreadPoolExecutor(16) as pool:
         server = grpc.server(pool)
-        pb_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+        pb_grpc.add_GenerationServiceServicer_to_server(fake, server)
         port = server.add_insecure_port("localhost:0")
         server.start()
         try:
-            yield f"localhost:{port}"
+            return run(["bench", "--target", f"localhost:{port}", *arguments])
         finally:
             server.stop(None).wait()
-
-
-def bench(fake: FakeServer, *arguments: str) -> int:
-    with serving(fake) as target:
-        return run(["bench", "--target", target, *arguments])
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -167,24 +161,14 @@ def test_a_report_for_people() -> None:
 # Load
 
 
-def test_open_loop_does_not_wait_for_answers() -> None:
-    running, most = 0, 0
+@run_async
+async def test_open_loop_does_not_wait_for_answers() -> None:
+    five = asyncio.Barrier(5)
 
     async def send(due: float) -> bool:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == 5:
-            released.set()
-        await released.wait()
-        return True
+        return await five.wait() >= 0  # once five wait
 
-    async def drive() -> None:
-        await asyncio.wait_for(OpenLoop(1000.0, seed=0).drive(send, Budget(5, None)), 30)
-
-    released = asyncio.Event()
-    asyncio.run(drive())
-    assert most == 5
+    await asyncio.wait_for(OpenLoop(1000.0, seed=0).drive(send, Budget(5, None)), 30)
     assert [Budget(None, 2.0).try_take(elapsed) for elapsed in (1.9, 2.0)] == [True, False]
 
 

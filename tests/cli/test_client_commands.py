@@ -27,25 +27,20 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import generation_pb2_grpc as pb_grpc
 
 
-def tgis_on_terminal(*argv: str) -> str:
-    """What `tgis` writes to its terminal; stdin is empty."""
-    ours, theirs = os.openpty()
-    written = b""
-    command = [sys.executable, "-m", "tgis", *argv]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
-        os.close(theirs)
-        with contextlib.suppress(OSError):  # nobody has the terminal open any more
-            while data := os.read(ours, 4096):
-                written += data
-        assert process.wait(20) == 0
-    os.close(ours)
-    return written.decode()
+class TimedHealth(health.HealthServicer):
+    """Keeps how long its last client waits."""
+
+    def Check(self, request: Any, context: Any) -> Any:
+        self.timeout = context.time_remaining()
+        return super().Check(request, context)
 
 
 @dataclass
-class Scripted(pb_grpc.GenerationServiceServicer):
+class Served(pb_grpc.GenerationServiceServicer):
     """Returns scripted responses and records the requests, and the tokens of calls."""
 
+    target: str = ""
+    health: TimedHealth = field(default_factory=TimedHealth)
     texts: list[str] = field(default_factory=list)
     status: grpc.StatusCode | None = None
     endless: bool = False
@@ -94,30 +89,15 @@ class Scripted(pb_grpc.GenerationServiceServicer):
         self.timeouts.append(context.time_remaining())
 
 
-class TimedHealth(health.HealthServicer):
-    """Keeps how long its last client waits."""
-
-    def Check(self, request: Any, context: Any) -> Any:
-        self.timeout = context.time_remaining()
-        return super().Check(request, context)
-
-
-@dataclass
-class Served:
-    target: str
-    service: Scripted
-    health: TimedHealth
-
-
 @pytest.fixture
 def served() -> Iterator[Served]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    service, healthy = Scripted(), TimedHealth()
+    service = Served()
     pb_grpc.add_GenerationServiceServicer_to_server(service, server)
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    health_pb2_grpc.add_HealthServicer_to_server(service.health, server)
+    service.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    yield Served(f"127.0.0.1:{port}", service, healthy)
+    yield service
     server.stop(None).wait()
 
 
@@ -135,17 +115,12 @@ def tgis(served: Served, capsys: pytest.CaptureFixture[str]) -> Tgis:
     return run
 
 
-def test_generate_writes_the_text_as_it_is(served: Served, tgis: Tgis) -> None:
-    served.service.texts = ["Once ", "upon\n", "a\x1b[31m time"]
-    assert tgis("generate", "x") == (0, "Once upon\na\x1b[31m time", "")
-
-
 @table("parameters", "tgis generate")
 def test_generate_sends_its_options(served: Served, tgis: Tgis, row: dict[str, Any]) -> None:
     assert tgis("generate", "hello", *row["options"].split())[0] == 0
     empty: dict[str, Any] = {"sampling": {}, "stopping": {}, "decoding": {}, "response": {}}
     request = {"request": {"text": "hello"}, "params": empty | row["params"]}
-    assert served.service.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
+    assert served.asked == [json_format.ParseDict(request, pb.SingleGenerationRequest())]
 
 
 def test_no_proxy_for_this_machine(served: Served, tgis: Tgis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +143,16 @@ def test_generate_reads_stdin(served: Served, tgis: Tgis, monkeypatch: pytest.Mo
         said.append(tgis("generate"))
     assert said[0] == (0, "", "")
     assert said[1] == (2, "", "enter the text, end with Ctrl-D:\ntgis: the text is not UTF-8\n")
-    assert served.service.asked[0].request.text == "from\nstdin"
+    assert served.asked[0].request.text == "from\nstdin"
     assert tgis("generate", "\udcff") == (2, "", "tgis: the text is not UTF-8\n")
     assert r"'a\udcff' is not UTF-8" in tgis("generate", "x", "--stop", "a\udcff")[2]
 
 
 def test_generate_writes_json(served: Served, tgis: Tgis) -> None:
-    served.service.texts = ["a\nb"]
+    served.texts = ["a\nb"]
     code, out, _ = tgis("generate", "--json", "x", "--adapter-id", "a", "--prefix-id", "p")
     assert code == 0
-    assert (served.service.asked[0].adapter_id, served.service.asked[0].prefix_id) == ("a", "p")
+    assert (served.asked[0].adapter_id, served.asked[0].prefix_id) == ("a", "p")
     assert [json.loads(line) for line in out.splitlines()] == [
         {"inputTokenCount": 3},
         {"text": "a\nb", "generatedTokenCount": 1},
@@ -185,15 +160,15 @@ def test_generate_writes_json(served: Served, tgis: Tgis) -> None:
     ]
 
 
-def test_an_error_status_is_one_line(served: Served, tgis: Tgis) -> None:
-    served.service.status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    served.service.texts = ["so far"]
+def test_the_text_is_written_as_it_is_and_an_error_status_in_one_line(served: Served, tgis: Tgis) -> None:
+    served.status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    served.texts = ["Once ", "upon\n", "a\x1b[31m time"]
     said = f"tgis: {served.target}: RESOURCE_EXHAUSTED: the reason in two lines\n"
-    assert tgis("generate", "x") == (1, "so far", said)
+    assert tgis("generate", "x") == (1, "Once upon\na\x1b[31m time", said)
 
 
 def test_interrupting_generate_cancels_the_call(served: Served) -> None:
-    served.service.texts, served.service.endless = ["started"], True
+    served.texts, served.endless = ["started"], True
     command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -202,7 +177,7 @@ def test_interrupting_generate_cancels_the_call(served: Served) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert process.stderr.read() == b""
-    assert served.service.cancelled.wait(20)
+    assert served.cancelled.wait(20)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -225,8 +200,17 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_a_terminal_gets_no_control_characters_but_statistics(served: Served) -> None:
     family = "\U0001f468\u200d\U0001f469"  # joined by a character that is not printable
-    served.service.texts = ["a\t\x1b[31mb\n", f"\x9b\u00e9{family}"]
-    text, _, statistics = tgis_on_terminal("generate", "--target", served.target, "x").partition("\x1b[2m")
+    served.texts = ["a\t\x1b[31mb\n", f"\x9b\u00e9{family}"]
+    (ours, theirs), written = os.openpty(), b""
+    command = [sys.executable, "-m", "tgis", "generate", "--target", served.target, "x"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # nobody has the terminal open any more
+            while data := os.read(ours, 4096):
+                written += data
+        assert process.wait(20) == 0
+    os.close(ours)
+    text, _, statistics = written.decode().partition("\x1b[2m")
     assert text == f"a\t\ufffd[31mb\r\n\ufffdé{family}\r\n"
     assert statistics.startswith("2 tokens in ")
     assert ", MAX_TOKENS\x1b[0m" in statistics
@@ -239,7 +223,7 @@ def test_tokenize(served: Served, tgis: Tgis) -> None:
     assert out.splitlines()[2] == "     6     11   w\ufffdrld"
     code, line, _ = tgis("tokenize", "--json", "a b", "--adapter-id", "a", "--prefix-id", "p")
     assert (code, line.count("\n"), json.loads(line)["tokenCount"]) == (0, 1, 3)
-    assert served.service.names == [("", ""), ("a", "p")]
+    assert served.names == [("", ""), ("a", "p")]
 
 
 def test_model_info(tgis: Tgis) -> None:
@@ -296,12 +280,12 @@ def test_a_token_goes_with_every_call(served: Served, tgis: Tgis, command: tuple
     (tmp_path / "token").write_bytes(b"secret\nmore")
     options = ("--timeout", "7", "--token-file", str(tmp_path / "token"))
     assert [tgis(*command, *options)[0] for options in ((), options)] == [0, 0]
-    assert served.service.tokens == [None, "Bearer secret"]
-    assert served.service.timeouts[0] > 9 > 8 >= served.service.timeouts[1]
+    assert served.tokens == [None, "Bearer secret"]
+    assert served.timeouts[0] > 9 > 8 >= served.timeouts[1]
 
 
 def test_a_call_ends_at_its_timeout(served: Served, tgis: Tgis) -> None:
-    served.service.endless = True
+    served.endless = True
     code, _, err = tgis("generate", "x", "--timeout", "0.2")
     assert code == 1
     assert err == f"tgis: {served.target} has not answered completely in time (--timeout)\n"

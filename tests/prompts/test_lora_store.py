@@ -40,11 +40,6 @@ def adapter(store: AdapterStore, name: str) -> LoraAdapter:
     return found
 
 
-def delta(one: LoraAdapter, layer: str) -> torch.Tensor:
-    """The update of the layer's weight, [out features, in features]."""
-    return (one.layers[layer].lora_a.T @ one.layers[layer].lora_b).T
-
-
 @table("models", "scales of LoRA")
 def test_the_config_determines_the_scaling(store: AdapterStore, root: Path, row: dict[str, Any]) -> None:
     write(root / "other", lora(**row["config"]))
@@ -52,8 +47,8 @@ def test_the_config_determines_the_scaling(store: AdapterStore, root: Path, row:
     assert (found.length, found.decoder_length, found.rank, set(found.layers)) == (0, 0, RANK, set(LINEARS))
     assert BYTES <= found.size < BYTES + 6 * 512
     for layer, scale in zip((Q, UP), row["scales"], strict=True):
-        product = tensors[key(layer, "B")] @ tensors[key(layer, "A")]
-        torch.testing.assert_close(delta(found, layer), scale * product)
+        weights, product = found.layers[layer], tensors[key(layer, "B")] @ tensors[key(layer, "A")]
+        torch.testing.assert_close((weights.lora_a.T @ weights.lora_b).T, scale * product)
 
 
 def test_layers_may_differ_in_rank_and_files_in_format_and_dtype(store: AdapterStore, root: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,7 @@ def test_every_lookup_is_answered(name: str, expected: tuple[AdapterProblem, str
 @pytest.fixture
 def seq2seq(root: Path) -> AdapterStore:
     """The same store for an encoder-decoder."""
-    target = TargetModel(
-        prompt_files.WIDTH, prompt_files.MOST, torch.float32, torch.device("cpu"), encoder_decoder=True
-    )
-    return AdapterStore(str(root), prompt_files.CAPACITY, target)
+    return AdapterStore(str(root), prompt_files.CAPACITY, replace(TARGET, encoder_decoder=True))
 
 
 def seq2seq_peft(rows: int, **config: Any) -> Files:

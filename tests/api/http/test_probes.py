@@ -26,12 +26,8 @@ from tgis.limits import admission
 from tgis.utils.options import Secret
 
 
-def well() -> None:
-    return None
-
-
 def serving(
-    healthy: Callable[[], str | None] = well, metrics: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
+    healthy: Callable[[], str | None] = lambda: None, metrics: Callable[[], bytes] = lambda: b"x 1\n", **options: Any
 ) -> AbstractAsyncContextManager[int]:
     async def scrape() -> bytes:
         return await asyncio.to_thread(metrics)

@@ -40,10 +40,6 @@ def request(**fields: Any) -> ChatCompletionRequest:
     return msgspec.convert(body, ChatCompletionRequest)
 
 
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
 def compiled(
     form: ToolFormat, body: ChatCompletionRequest, answer: GrammarSpec | None = None, *, special: bool = False
 ) -> GrammarMatcher:
@@ -62,7 +58,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("choice", ["required", named("book"), "now"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}, "now"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_outputs_are_calls_with_arguments_that_match(form: str, choice: Any, special: bool) -> None:
     matcher = compiled(FORMATS[form], request(tool_choice=choice), special=special)

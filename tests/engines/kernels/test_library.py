@@ -38,14 +38,10 @@ def finished_library() -> Path:
 
 
 @pytest.mark.parametrize("name", CPUS)
-def test_the_best_instruction_set_of_a_cpu(name: str) -> None:
+def test_the_best_instruction_set_of_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And bfloat16 is the default where its kernels multiply it."""
     flags, best = CPUS[name]
     assert resolve_isa("auto", frozenset(flags.split())) == best
-
-
-@pytest.mark.parametrize("name", CPUS)
-def test_bfloat16_is_the_default_where_its_kernels_multiply_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, best = CPUS[name]
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(flags.split()))
     multiplies = best in {"avx512_bf16", "amx", "neon_bf16"}
     assert [computes_in_bf16(isa) for isa in ("auto", "none", "generic")] == [multiplies, multiplies, False]

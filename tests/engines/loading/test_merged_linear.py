@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import make_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from tgis.engines.loading.merged_linear import MergedLinearSlice, merge_linears
 
@@ -27,17 +27,13 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-def load(name: str, directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(make_model(name, directory), dtype=torch.float32).eval()
-
-
 def slices(model: nn.Module) -> list[MergedLinearSlice]:
     return [module for module in model.modules() if isinstance(module, MergedLinearSlice)]
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_the_model_computes_the_same(name: str, tmp_path: Path) -> None:
-    model = load(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(make_model(name, tmp_path), dtype=torch.float32).eval()
     before = model(IDS).logits
     layers = model.config.num_hidden_layers
     merge_linears(model, input_ids=IDS)

@@ -24,10 +24,6 @@ from tgis.ipc.request import SamplingParams
 from tgis.prepare import prepare
 
 
-def normal(*shape: int, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
-
-
 def sample(sampling: list[SamplingParams], generated: list[int], logits: torch.Tensor) -> list[int]:
     rows = [make_row(own, generated=count) for own, count in zip(sampling, generated, strict=True)]
     return sample_batch(rows, logits, [[0]] * len(rows)).tokens
@@ -45,7 +41,7 @@ def sample(sampling: list[SamplingParams], generated: list[int], logits: torch.T
     ],
 )
 def test_the_least_noise_over_p_is_drawn(seed: int, vocabulary: int, filters: dict[str, float]) -> None:
-    logits = normal(40, vocabulary, seed=seed % 1000)
+    logits = torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(seed % 1000)) * 1.5
     sampling = SamplingParams(**{"temperature": 0.9, "seed": seed} | filters)  # type: ignore[arg-type]
     sampled = sample([sampling] * 40, list(range(40)), logits)
     for step, found in enumerate(sampled):
