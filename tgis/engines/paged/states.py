@@ -166,6 +166,8 @@ class RecurrentStates(DynamicCache):  # type: ignore[misc]
         key = *self._layer, kind, next(self._calls)
         if key not in self._states:
             self._states[key] = like.new_empty(1, *shape, dtype=dtype)
+        if self._states[key].shape[1:] != shape:  # the kernels write as many numbers as the shape says
+            raise Unsupported("a recurrent layer has several states of one kind")
         return self._states[key]
 
 
