@@ -181,5 +181,8 @@ def seen(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[
 
 
 def check_answer(model: Any, tokens: list[int], prompt: SoftPrompt | None, output: list[int]) -> int:
-    """Every token has the highest logit; how many of them are no near tie."""
+    """Every token has the highest logit; how many of them are no near tie. Behind a padding token the positions of
+    M2M100 are others in a single pass.
+    """
+    output = output[: [*output, PLACEHOLDER].index(PLACEHOLDER) + 1]
     return check_best(seen(model, tokens, prompt, output)[: len(output)], output)
