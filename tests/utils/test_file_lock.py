@@ -1,6 +1,7 @@
 """Locks between processes."""
 
 import fcntl
+import io
 import threading
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def test_a_block_holds_the_lock_until_its_end(tmp_path: Path, capfd: pytest.Capt
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         waiting.start()
-        wait_until(lambda: capfd.readouterr().err == f"waiting for another process to release {path}\n", "message")
+        said = io.StringIO()  # it may come in parts
+        wait_until(lambda: said.write(capfd.readouterr().err) >= 0 and said.getvalue().endswith("\n"), "message")
+        assert said.getvalue() == f"waiting for another process to release {path}\n"
         assert not entered.is_set()
     waiting.join()
     assert (entered.is_set(), path.read_text()) == (True, "kept")
