@@ -316,7 +316,7 @@ ENCODER_DECODER = FLAT | {
     "encoder_decoder": st.just(True),
 }
 GUESSED = {"lookahead": st.just(0), "block_size": st.sampled_from([1, 4]), "proposed_tokens": st.integers(1, 6)}
-RECURRENT = {"lookahead": st.just(0), "block_size": st.sampled_from([1, 4]), "state_slots": st.integers(8, 20)}
+RECURRENT = GUESSED | {"proposed_tokens": st.integers(0, 6), "state_slots": st.integers(8, 30)}
 BOUNDS = (
     st.builds(limits, **PADDED)
     | st.builds(limits, **(FLAT | GUESSED))

@@ -2,14 +2,18 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from batches import EOS, busy, check_pool, limits, preempted
+from proposers import proposing
 
 from tgis.batcher.batcher import Batcher
 from tgis.batcher.sequence import StepPlan
 from tgis.ipc.request import LogprobOptions, Request, SamplingParams
+from tgis.speculation.lookup import Lookup
+from tgis.speculation.speculator import Speculator
 
 SIZE = 4  # tokens of a block
 PAGED: dict[str, Any] = {"padded": False, "block_size": SIZE, "prefix_cache": True, "state_slots": 12}
@@ -19,11 +23,17 @@ def ask(number: int, tokens: list[int], new: int = 1, salt: bytes = b"", *, logp
     return Request(number, tokens, new, False, SamplingParams(), LogprobOptions(input_tokens=logprobs), cache_salt=salt)
 
 
+class Sixes(Speculator):
+    def propose(self, _rows: int, lookups: Sequence[tuple[Lookup, int]]) -> list[list[int]]:
+        return [[6] * min(most, self._max_tokens) for _, most in lookups]
+
+
 class World:
     """An engine that keeps in each slot the salt and the tokens that have made its states."""
 
     def __init__(self, **changes: Any) -> None:
-        self.batcher = Batcher(limits(**PAGED | changes), {EOS})
+        with proposing(Sixes):
+            self.batcher = Batcher(limits(**PAGED | changes), {EOS})
         self.states: dict[int, tuple[bytes, list[int]]] = {}
         self.computed = Counter[int]()  # tokens by request id
         self.texts: dict[int, list[int]] = {}  # of requests that have ended
@@ -35,17 +45,24 @@ class World:
         self._check(plan)
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             self.computed[seq.id] += count
-            begin, end = seq.num_computed_tokens, seq.num_computed_tokens + count
-            assert all(begin <= at < end and at % SIZE == SIZE - 1 for at in seq.state_saves)
+            proposed = plan.proposals.get(seq.id, [])
+            begin, end = seq.num_computed_tokens, seq.num_computed_tokens + count + len(proposed)
+            assert all(begin <= at < end and (proposed or at % SIZE == SIZE - 1) for at in seq.state_saves)
+            tokens = [] if accident == "failed step" else [*seq.tokens[: begin + count], *proposed]
             for at, slot in [*seq.state_saves.items(), (end - 1, seq.state_slot)]:
-                self.states[slot] = seq.request.cache_salt, [] if accident == "failed step" else seq.tokens[: at + 1]
+                self.states[slot] = seq.request.cache_salt, tokens[: at + 1]
         if plan.seqs and accident == "failed step":
             self.batcher.rollback(plan, out_of_memory=token % 2 > 0)
         elif plan.seqs:
             gone = plan.seqs[: accident == "failed sequence"]
             self.batcher.drop(gone)
             rest = plan.without({seq.id for seq in gone})
-            self.batcher.commit(rest, [[token] * (1 + token % 2)] * len(rest.sampled), 0.0)
+            proposed = [plan.proposals.get(seq.id, []) for seq in rest.sampled]
+            kept = [each[: (token + len(seq.tokens)) % 4] for seq, each in zip(rest.sampled, proposed, strict=True)]
+            self.computed.update({seq.id: len(each) for seq, each in zip(rest.sampled, kept, strict=True)})
+            tokens = [[*each, *[token] * (1 + token % 2)] for each in kept]
+            self.batcher.commit(rest, tokens, 0.0, plan.proposals)
+            self.events += Counter(proposed=sum(map(len, proposed)), kept=sum(map(len, kept)))
         self.texts |= {seq.id: seq.tokens for seq in plan.sampled if seq.finished}
 
     def _check(self, plan: StepPlan) -> None:
@@ -76,7 +93,7 @@ def test_each_sequence_goes_on_from_the_states_of_its_tokens() -> None:
     for seed in range(24):
         rng = random.Random(seed)
         sizes = {"weight": rng.choice([80, 200, 1000]), "prefill_tokens": rng.choice([6, 30])}
-        world = World(**sizes, state_slots=4 + seed % 4 * 2)
+        world = World(**sizes, state_slots=4 + seed % 5 * 3, proposed_tokens=seed % 3 * 4)
         for number in range(100):
             known = rng.choice([*world.texts.values(), [3] * 9, [5] * 22])
             tokens = [*known[: rng.choice([9, 22, len(known)])], *range(rng.randint(1, 9))][-60:]
@@ -88,13 +105,13 @@ def test_each_sequence_goes_on_from_the_states_of_its_tokens() -> None:
         world.run()
         world.step()  # nothing runs and no slot is in use
         events += world.events
-    assert min(events[name] for name in ("source", "slot", "saves", "preempted")) > 20
+    assert min(events[name] for name in ("source", "slot", "saves", "preempted", "proposed", "kept")) > 20
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-@pytest.mark.parametrize("slots", [4, 12])  # with 4 a sequence takes over the slot of its snapshot
-def test_the_next_turn_computes_only_what_follows_the_last_full_block(slots: int, length: int) -> None:
-    world, text = World(state_slots=slots), list[int]()
+@pytest.mark.parametrize(("slots", "proposed"), [(4, 0), (12, 0), (14, 6)])  # with 4 it takes over its snapshot's slot
+def test_the_next_turn_computes_only_what_follows_the_last_full_block(slots: int, proposed: int, length: int) -> None:
+    world, text = World(state_slots=slots, proposed_tokens=proposed), list[int]()
     for turn in range(5):
         known = max(len(text) - 1, 0) // SIZE * SIZE  # the last token of an answer is not computed
         prompt = [*text, *[turn] * length]

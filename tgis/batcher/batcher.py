@@ -123,10 +123,12 @@ class Batcher:
         kept = [self._append(seq, new, now) for seq, new in zip(plan.sampled, tokens, strict=True)]
         for seq, count in zip(plan.seqs, plan.num_scheduled_tokens, strict=True):
             seq.num_computed_tokens += count
+            proposed, kept_proposals = verified.get(seq.id, []), 0
             if seq.id in plan.proposals or seq.id in plan.drafts:
-                seq.num_computed_tokens += self._commit_proposals(seq, verified.get(seq.id, []), seq.id in plan.drafts)
+                kept_proposals = self._commit_proposals(seq, proposed, seq.id in plan.drafts)
+                seq.num_computed_tokens += kept_proposals
             if self._block_manager:
-                self._block_manager.cache_full_blocks(seq)
+                self._block_manager.step_succeeded(seq, rejected=kept_proposals < len(proposed))
         for seq in self.running:
             seq.was_scheduled = True
         self._capacity.step_succeeded()
@@ -246,8 +248,7 @@ class Batcher:
         lookups = [(seq.lookup, seq.num_remaining_tokens - 1) for seq in asked if seq.lookup]
         for seq, tokens in zip(asked, speculator.propose(len(seqs), lookups), strict=True):
             count = tokens if isinstance(tokens, int) else seq.num_allowed(tokens)
-            while count and not block_manager.allocate(seq, 1 + count):
-                count -= 1
+            count = block_manager.allocate_proposals(seq, count)
             if not count:
                 continue
             if isinstance(tokens, int):

@@ -114,6 +114,16 @@ class BlockManager:
             if count == seq.num_uncomputed_tokens:
                 self.allocate(seq, count + min(self._lookahead, seq.num_remaining_tokens - 1))
 
+    def allocate_proposals(self, seq: Sequence, count: int) -> int:
+        """Give a sequence what `count` proposed tokens after its newest one need, or fewer. Returns for how many there
+        is room.
+        """
+        if self.states:
+            count = self.states.plan_proposals(seq, count)
+        while count and not self.allocate(seq, 1 + count):
+            count -= 1
+        return count
+
     def free_unused(self, seq: Sequence) -> None:
         """Take away the blocks that a sequence does not need for its tokens: those of proposals that were not kept."""
         needed = self.blocks_for(seq, len(seq.tokens))
@@ -121,14 +131,16 @@ class BlockManager:
             self.pool.free(seq.block_table[needed:])
             seq.block_table = seq.block_table[:needed]  # a new list: engines expect others only to grow
 
-    def cache_full_blocks(self, seq: Sequence) -> None:
-        """Let others find the blocks that the sequence has filled, and the snapshots that its step has taken."""
+    def step_succeeded(self, seq: Sequence, *, rejected: bool) -> None:
+        """Let others find the blocks that the sequence has filled, and the snapshots that its step has taken. Some of
+        its proposals may have been `rejected`.
+        """
         if self._prefix_cache:
             for index in range(seq.num_cached_blocks, seq.num_computed_tokens // self.block_size):
                 self.pool.set_hash(seq.block_table[index], self._block_hash(seq, index))
                 seq.num_cached_blocks += 1
         if self.states:
-            self.states.step_succeeded(seq)
+            self.states.step_succeeded(seq, rejected=rejected)
 
     def free(self, seqs: Iterable[Sequence]) -> None:
         """Take away all blocks, so that these sequences have no computed tokens any more."""

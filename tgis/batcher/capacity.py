@@ -39,7 +39,7 @@ class BatchLimits:
     proposed_tokens: int = 0  # most proposed tokens that the engine verifies for a sequence in one step
     drafted_tokens: int = 0  # most tokens that the draft model makes for a sequence; 0: no draft model
     max_drafting: int = 1 << 40  # most sequences of a step with drafts
-    state_slots: int = 0  # states of recurrent layers: of running sequences and snapshots; 0: no such layers
+    state_slots: int = 0  # states of recurrent layers: of sequences, snapshots, proposals; 0: no such layers
     vocab_size: int = 1 << 40  # the model samples ids below it, while prompts may have others
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class BatchLimits:
         assert self.block_size or not self.proposed_tokens, "other engines verify no proposals"
         assert self.block_size or not self.state_slots, "other engines save no states"
         assert not self.state_slots or self.state_slots >= self.max_batch_size, "a running sequence has a slot"
-        assert not (self.state_slots and (self.proposed_tokens or self.lookahead)), "states cannot be taken back"
+        assert not (self.state_slots and self.lookahead), "a step in flight would change states twice"
         assert not (self.lookahead and self.proposed_tokens), "a step in flight expects one token of each"
 
 

@@ -34,7 +34,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of full blocks, as far as they have been needed
     num_cached_blocks: int = 0  # full blocks that are in the prefix cache
     state_slot: int = -1  # a running sequence has the states of its recurrent layers there
-    state_source: int = -1  # the slot of the snapshot that its first step continues from; -1: none, or its own slot
+    state_source: int = -1  # the slot that its next step continues from; -1: none, or its own slot
     state_saves: dict[int, int] = field(default_factory=dict)  # token of the next step -> slot for the states after it
     state_boundaries: set[int] = field(default_factory=set)  # numbers of blocks after which to take a snapshot
     rolling_snapshot: bytes = b""  # hash of its newest snapshot, which the next one replaces

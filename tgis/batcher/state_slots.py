@@ -1,9 +1,11 @@
-"""Slots for the states of recurrent layers: one for each running sequence, the others for snapshots.
+"""Slots for the states of recurrent layers: one for each running sequence, the others for snapshots and proposals.
 
 A snapshot holds the states after the last token of a full block, and has the hash of that block. A sequence with a
 cached prefix continues from the snapshot at its end, and saves snapshots where later sequences may continue. Slots are
 to states what blocks are to the KV cache, so a BlockPool manages them: running sequences and the next step use theirs,
 unused snapshots are evicted when a slot is needed, least recently used first.
+
+A step with proposed tokens saves the states before each of them: its sequence continues from the last that was kept.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +16,14 @@ from tgis.batcher.sequence import Sequence
 
 
 class StateSlots:
-    """The states of a sequence are in `state_slot`, except before its first step if that has a `state_source`."""
+    """Each step leaves the states of a sequence in its `state_slot`. It reads them in `state_source` if that is set."""
 
     def __init__(self, limits: BatchLimits, block_hash: Callable[[Sequence, int], bytes]) -> None:
         """`block_hash` names the block of a sequence with this index."""
         self.pool = BlockPool(limits.state_slots)
         self._block_size = limits.block_size
         self._takes_snapshots = limits.prefix_cache
+        self._not_for_proposals = limits.max_batch_size * (1 + limits.prefix_cache)  # slots
         self._block_hash = block_hash
         self._max_sequences = limits.max_batch_size
         self._num_sequences = 0
@@ -62,11 +65,30 @@ class StateSlots:
                     if begin < boundary <= end:
                         self._plan_snapshot(seq, boundary)
 
-    def step_succeeded(self, seq: Sequence) -> None:
-        """Let others find the snapshots that a step has taken of a sequence."""
-        for position, slot in seq.state_saves.items():
-            self.pool.set_hash(slot, self._block_hash(seq, position // self._block_size))
+    def plan_proposals(self, seq: Sequence, count: int) -> int:
+        """Let the step of a sequence that decodes save the states before each of `count` proposed tokens, and those
+        that may become a snapshot. Returns for how many of the tokens there are slots.
+        """
+        first, last = seq.num_computed_tokens, seq.num_computed_tokens + count
+        for position in range(first, last + (not (last + 1) % self._block_size)):
+            if self.pool.num_available + self._num_sequences <= self._not_for_proposals:
+                return min(position - first, count)
+            if position not in seq.state_saves:
+                (seq.state_saves[position],) = self.pool.allocate(1)
+        return count
+
+    def step_succeeded(self, seq: Sequence, *, rejected: bool) -> None:
+        """Let others find the snapshots that a step has taken of a sequence. If some of its proposals were `rejected`,
+        it continues from the states after its last computed token.
+        """
+        for position, slot in seq.state_saves.items() if self._takes_snapshots else ():
+            boundary, rest = divmod(position + 1, self._block_size)
+            if not rest and position < seq.num_computed_tokens:
+                self._forget_older(seq, boundary)
+                self.pool.set_hash(slot, self._block_hash(seq, boundary - 1))
+        source = seq.state_saves.pop(seq.num_computed_tokens - 1) if rejected else -1
         self._free_snapshots(seq)
+        seq.state_source = source
 
     def free(self, seq: Sequence) -> None:
         """Take away all slots of a running sequence; snapshots of a step that has not succeeded are lost."""
@@ -79,10 +101,15 @@ class StateSlots:
         block_hash = self._block_hash(seq, boundary - 1)
         if not self.pool.num_available or self.pool.find_cached([block_hash]):
             return
-        if boundary > max(seq.state_boundaries):
-            self.pool.forget(seq.rolling_snapshot)  # now: its slot may be the only one that is left
-            seq.rolling_snapshot = block_hash
+        self._forget_older(seq, boundary)  # now: its slot may be the only one that is left
         (seq.state_saves[boundary * self._block_size - 1],) = self.pool.allocate(1)
+
+    def _forget_older(self, seq: Sequence, boundary: int) -> None:
+        """Let the snapshot at this boundary replace the newest one, unless it is one of the `state_boundaries`."""
+        block_hash = self._block_hash(seq, boundary - 1)
+        if boundary > max(seq.state_boundaries) and not self.pool.find_cached([block_hash]):
+            self.pool.forget(seq.rolling_snapshot)
+            seq.rolling_snapshot = block_hash
 
     def _free_snapshots(self, seq: Sequence) -> None:
         """Stop using the snapshots that the next step reads and writes."""

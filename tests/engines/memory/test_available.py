@@ -129,13 +129,14 @@ def test_where_peaks_are_counted_exactly_the_margin_is_smaller(tmp_path: Path, m
         found("cpu", to_load=501, kv_cache_bytes=500)
     with pytest.raises(StartError, match="a KV cache of 1 bytes, 120 bytes are free"):
         found("cpu", to_load=880)
-    for (size, rows, cache), expected in {(10, 4, 0): (4, 4), (10, 4, 1): (8, 4), (10, 99, 1): (16, 16)}.items():
+    sizes = {(10, 4, 0): (7, 4), (10, 4, 1): (11, 4), (10, 99, 1): (16, 16)}
+    for (size, rows, cache), expected in sizes.items():
         options = engine_options(tmp_path, **defaults, prefix_cache=bool(cache))
-        slots, rest = KVBudget(options, CPU, rows, 16).with_states(size, lambda: 100)
+        slots, rest = KVBudget(options, CPU, rows, 16).with_states(size, 3, lambda: 100)
         assert ((slots, rest.max_batch_size), rest.to_load) == (expected, slots * size)
-    assert KVBudget(options, CPU, 9, 16).with_states(160, lambda: 100)[0] == 1
+    assert KVBudget(options, CPU, 9, 16).with_states(160, 3, lambda: 100)[0] == 1
     with pytest.raises(StartError, match=r"^no memory is left for states of 161 bytes: grant more memory$"):
-        KVBudget(options, CPU, 9, 16).with_states(161, lambda: 100)
+        KVBudget(options, CPU, 9, 16).with_states(161, 3, lambda: 100)
     monkeypatch.setattr(available, "available_memory", lambda _: 3500)
     assert (found("cuda", kv_cache_bytes=1100), found("cpu")) == (1100, 1120)
     monkeypatch.setattr(available, "available_memory", lambda _: 1300)

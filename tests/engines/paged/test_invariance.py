@@ -116,7 +116,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config, quantize = CHECKPOINTS[kind]
         quantized_copy(path, quantize, config)
     changes = QUANTIZED.get(kind, {})
-    return paged_engine(path, ROWS, num_threads=1 if kind else 2, dtype=dtype, cpu_isa=isa, **changes)
+    return paged_engine(
+        path, ROWS, num_threads=1 if kind else 2, dtype=dtype, cpu_isa=isa, speculation="lookup", **changes
+    )
 
 
 def requests() -> list[Request]:
@@ -153,8 +155,6 @@ def test_neighbours_and_chunks_change_nothing(engine: PagedEngine) -> None:
 
 def test_proposals_change_nothing(engine: PagedEngine) -> None:
     """With every sampling method; proposals are often right."""
-    if engine.info.state_slots:
-        pytest.skip("nothing is proposed for recurrent layers")
     draw = random.Random(3)
     penalty = SamplingParams(watermark=True, logit_bias={5: 3.0}, frequency_penalty=0.5, presence_penalty=-0.2)
     sampling = [*KINDS, penalty, msgspec.structs.replace(penalty, temperature=0.9)]

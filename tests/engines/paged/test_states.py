@@ -92,9 +92,9 @@ def test_check_knows_the_bytes_of_states(granite: Path, caplog: pytest.LogCaptur
     engine = paged_engine(granite, 4, speculation="lookup", speculation_max_tokens=5)
     lines = describe_memory(engine_options(granite, 4, engine="tgis_native"))
     assert any("states of recurrent layers: 8 slots" in line for line in lines)
-    assert (engine.info.state_slots, engine.info.proposed_tokens) == (8, 0)  # states cannot be taken back
+    assert (engine.info.state_slots, engine.info.proposed_tokens) == (8 + 5, 5)
     assert engine.runner.states is not None
-    assert {len(states) for states in engine.runner.states._states.values()} == {8}
+    assert {len(states) for states in engine.runner.states._states.values()} == {13}
     assert "MAX_BATCH_SIZE" not in caplog.text
     blocks = engine.info.token_capacity // 16
     assert engine.kv_cache_bytes == engine.info.kv_cache_bytes // blocks * (blocks + 1)  # one for padding

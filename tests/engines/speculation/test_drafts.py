@@ -21,6 +21,7 @@ from slow_cases import slow_except
 from tiny_models import (
     LONG,
     VOCAB_SIZE,
+    WIDE_RECURRENT,
     Outcome,
     limits_of,
     make_model_from_config,
@@ -51,6 +52,7 @@ MLP: dict[str, Any] = {
 }
 TIED = MLP | {"tie_weights": True, "scale_input": True}
 MLPS = {"MLP": MLP, "tied MLP": TIED}
+DRAFTERS = ["itself", "another", "tied MLP", "another, recurrent"]
 DETAILS = LogprobOptions(generated_tokens=True, logprobs=True, ranks=True, top_n_tokens=3)
 
 
@@ -60,6 +62,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target = make_model_from_config(make_wide_config("Llama", **LONG), tmp_path_factory.mktemp("target"))
     other = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=2, n_positions=256)
     found = {"itself": target, "another": make_model_from_config(other, tmp_path_factory.mktemp("other"))}
+    found["recurrent"] = make_model_from_config(WIDE_RECURRENT["Qwen3Next"], tmp_path_factory.mktemp("recurrent"))
     for name, config in MLPS.items():
         found[name] = save_mlp(tmp_path_factory.mktemp("mlp"), config, random_mlp(config))
     return found
@@ -95,10 +98,11 @@ def load(paths: dict[str, Path], drafter: str, dtype: str = "bfloat16") -> Paged
     return paged_engine(paths["itself"], ROWS, dtype=dtype, speculation="auto", speculator_path=speculator)
 
 
-@pytest.fixture(scope="module", params=slow_except(["tied MLP"], ["itself", "another", "tied MLP"]))
+@pytest.fixture(scope="module", params=slow_except(["tied MLP", "another, recurrent"], DRAFTERS))
 def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> PagedEngine:
     kernels_of(CPU_ISA)
-    return load(paths, request.param)
+    drafter, _, target = request.param.partition(", ")
+    return load(paths | {"itself": paths[target or "itself"]}, drafter)
 
 
 def generated_by(

@@ -75,15 +75,15 @@ class KVBudget:
     to_load: int = 0  # bytes of weights that are not loaded yet
     extra_blocks: int = 0  # an encoder-decoder's, beyond those of its tokens in one row
 
-    def with_states(self, slot_bytes: int, measure: Measure) -> tuple[int, "KVBudget"]:
+    def with_states(self, slot_bytes: int, proposed: int, measure: Measure) -> tuple[int, "KVBudget"]:
         """The number of slots for the states of recurrent layers, and what they leave for the KV cache: for each
-        sequence a slot, with a prefix cache also a snapshot, in at most half of what there is for sequences. StartError
-        for none.
+        sequence a slot, with a prefix cache also a snapshot, and some for `proposed` tokens, in at most half of what
+        there is for sequences. StartError for none.
         """
         most = self._available_bytes(measure) // 2 // slot_bytes
         if most < 1:
             raise StartError(f"no memory is left for states of {format_bytes(slot_bytes)}: grant more memory")
-        slots = min(self.max_batch_size * (1 + self.options.prefix_cache), most)
+        slots = min(self.max_batch_size * (1 + self.options.prefix_cache) + proposed, most)
         rows = min(self.max_batch_size, slots)
         return slots, replace(self, max_batch_size=rows, to_load=self.to_load + slots * slot_bytes)
 

@@ -17,7 +17,7 @@ from tgis.batcher.sequence import Sequence, StepPlan
 from tgis.engines.base import Engine, StepResult, warn
 from tgis.engines.host_memory import upload
 from tgis.engines.loading.arithmetic import is_invariant, with_arithmetic
-from tgis.engines.loading.loader import engine_info, has_other_state, max_positions
+from tgis.engines.loading.loader import engine_info, max_positions
 from tgis.engines.loading.memory_estimate import UnloadedModel, unknown_memory
 from tgis.engines.memory.available import device_errors, warm_up_errors
 from tgis.engines.memory.capacity import KVBudget
@@ -57,8 +57,7 @@ def describe_memory(options: EngineOptions) -> list[str]:
     device, rows = unloaded.device, unloaded.max_batch_size
     encodes = len(unloaded.caches) > 1
     step = _largest_step(partial(step_bytes, unloaded.model), options, device, rows, encodes=encodes)
-    drafts = _drafts(options, device) and not has_other_state(unloaded.model)
-    drafter, drafting = unloaded_drafter(options, unloaded.model) if drafts else (0, [])
+    drafter, drafting = unloaded_drafter(options, unloaded.model) if _drafts(options, device) else (0, [])
     models = unloaded, *drafting
     if not all(model.caches for model in models):
         return unknown_memory("tgis_native", options)
@@ -68,7 +67,9 @@ def describe_memory(options: EngineOptions) -> list[str]:
     with library_errors("tgis_native cannot run it", Unsupported):
         slot_bytes = unloaded_slot_bytes(unloaded.model)
     budget = KVBudget(options, device, rows, BLOCK_SIZE, to_load, extra)
-    num_slots, budget = budget.with_states(slot_bytes, lambda: step) if slot_bytes else (0, budget)
+    num_slots, proposed = 0, _proposed_tokens(options, device)
+    if slot_bytes:
+        num_slots, budget = budget.with_states(slot_bytes, proposed, lambda: step)
     room = BLOCK_SIZE * budget.num_blocks(token_bytes * BLOCK_SIZE, lambda: step)
     longest = encoder_decoder_room(room, BLOCK_SIZE) if encodes else room
     states = f"states of recurrent layers: {num_slots} slots of {format_bytes(slot_bytes)}"
@@ -126,7 +127,7 @@ class PagedEngine(Engine):
             block_size=self._block_size,
             lookahead=lookahead,
             max_prefill_gap_ms=_MAX_PREFILL_GAP_MS[device.type],
-            proposed_tokens=0 if lookahead or runner.states else _proposed_tokens(self._options, device),
+            proposed_tokens=0 if lookahead else _proposed_tokens(self._options, device),
             drafted_tokens=self._drafter.max_tokens,
             max_positions=encoder.max_positions if encoder else max_positions(runner.model),
             decoder_start_token_id=encoder.outputs.decoder_start_token_id if encoder else None,
@@ -139,7 +140,7 @@ class PagedEngine(Engine):
 
     def _load_drafter(self) -> Drafter:
         """The model that drafts tokens for this one, if there is to be one: whole, on the first rank."""
-        if self.runner.states or not _drafts(self._options, self.runner.device):
+        if not _drafts(self._options, self.runner.device):
             return Drafter()
         load = partial(PagedEngine, async_decode=False, block_size=self._block_size)
         return load_drafter(self._options, self.runner.model, load)
@@ -187,14 +188,13 @@ class PagedEngine(Engine):
         )
 
     def _allocate_states(self, states: RecurrentStates, budget: KVBudget) -> KVBudget:
-        """Take memory for states, and for as many snapshots; what is left for the KV cache and the rows."""
+        """Take memory for states, snapshots and proposals; what is left for the KV cache and the rows."""
         slot_bytes = states.bytes_per_slot
-        num_slots, budget = budget.with_states(slot_bytes, self._step_bytes)
+        num_slots, budget = budget.with_states(slot_bytes, self.info.proposed_tokens, self._step_bytes)
         rows = budget.max_batch_size
         if rows < self.info.max_batch_size:
             warn(self._options, f"MAX_BATCH_SIZE is {rows}: each sequence has {format_bytes(slot_bytes)} of states")
-        text = "states of recurrent layers: %d slots of %s; they exclude speculative decoding"
-        log.info(text, num_slots, format_bytes(slot_bytes))
+        log.info("states of recurrent layers: %d slots of %s", num_slots, format_bytes(slot_bytes))
         states.allocate(num_slots)
         self.info = msgspec.structs.replace(self.info, max_batch_size=rows, state_slots=num_slots)
         return budget
