@@ -121,6 +121,8 @@ def test_an_old_model_is_not_converted_on_request(hub: FakeHub, run: Run, old: d
         code, out, err = run("download-weights", REPO, *option)
         assert (code, out) == (1, "")
         assert err.endswith(f"tgis: {REPO} has no files that end with .safetensors\n")
+    hub.add("org/empty", {"config.json": b"{}"})
+    assert run("download-weights", "org/empty")[2].endswith("no files that end with .safetensors or .bin\n")
     code, out, _ = run("download-weights", REPO, "--no-auto-convert", "--extension", ".bin,.json,.txt")
     assert code == 0
     path = Path(out.strip())

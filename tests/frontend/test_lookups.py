@@ -63,7 +63,7 @@ CHARACTERS = "must contain only alphanumeric, _ and - and /"
         (("prefix_id", "x"), Acquired(1, "-", AdapterProblem.BAD_ID), None, f"{PREFIX} 'x': -"),
         (("prefix_id", "x"), NOT_FOUND, None, f"{PREFIX} 'x': prefix id \"x\" not found"),
         (("adapter_id", "x"), NOT_FOUND, None, "can't retrieve adapter with id 'x': gone"),
-        (("adapter_id", "x"), Acquired(1, "-", AdapterProblem.BAD_ID), None, f"Invalid adapter id 'x', {CHARACTERS}"),
+        (("adapter_id", "\n"), Acquired(1, "-", AdapterProblem.BAD_ID), None, f"Invalid adapter id '?', {CHARACTERS}"),
         (("prefix_id", "x"), Acquired(1, "LORA", UNSUPPORTED), None, "adapter type LORA is not currently supported"),
     ],
 )

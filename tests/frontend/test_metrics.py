@@ -238,7 +238,8 @@ def test_what_is_served_is_known_in_full_once_the_engine_is_ready(service_metric
     unknown = "engine", "dtype", "device", "quantize", "kv_cache_dtype", "fingerprint"
     assert labels == known | {(name, "") for name in unknown}
     service_metrics.engine_ready(INFO, 12.5)
-    (labels,) = samples(service_metrics)["tgi_info"]
+    ((labels, one),) = samples(service_metrics)["tgi_info"].items()
+    assert one == 1
     assert labels == known | set(zip(unknown, ("tgis_native", "bfloat16", "cpu", "none", "auto", ""), strict=True))
     names = "model_load_duration", "kv_cache_block_size", "kv_cache_blocks", "kv_cache_bytes", "batch_max_size"
     facts = [value(service_metrics, f"tgi_{name}") for name in (*names, "engine_up")]

@@ -267,6 +267,7 @@ def test_ids_in_and_out_as_over_fmaas(server: LocalServer, stub: VllmEngineStub)
         assert (complete.finish_reason, complete.matched_stop_str, complete.prompt_tokens) == ("stop", "$%", 5)
         chunks = [response.chunk for response in streamed if response.HasField("chunk")]
         assert [token for chunk in chunks if chunk.index == index for token in chunk.token_ids] == ids
+        assert [chunk.completion_tokens for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
         complete.ClearField("output_ids")
         assert complete in [response.complete for response in streamed]
 

@@ -159,7 +159,7 @@ def read(reader: RequestReader, **fields: Any) -> tuple[CompletionRequest, int]:
 
 
 def test_unknown_fields_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    reader = RequestReader({})
+    reader = RequestReader({"mystery": 1})
     for _ in range(2):
         assert read(reader, user="me", mystery={"x": 1}, **{"no identifier\n": 2, "x" * 64: 3, "y" * 65: 4})[1] == 4
     known = ["mystery", "x" * 64]

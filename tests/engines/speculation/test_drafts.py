@@ -118,7 +118,8 @@ def requests(draw: random.Random, sampling: list[SamplingParams]) -> list[Reques
     prompts = [[draw.randrange(3, VOCAB_SIZE) for _ in range(draw.choice([1, 9, 40, 90]))] for _ in sampling]
     prompts[0][:17] = prompts[-1][:17]
     seeded = [msgspec.structs.replace(each, seed=draw.getrandbits(64)) for each in sampling]
-    return [Request(at, prompt, 24, False, seeded[at], DETAILS) for at, prompt in enumerate(prompts)]
+    details = DETAILS, msgspec.structs.replace(DETAILS, input_tokens=True)
+    return [Request(at, prompt, 24, False, seeded[at], details[at % 4 == 2]) for at, prompt in enumerate(prompts)]
 
 
 def test_drafts_change_nothing(engine: PagedEngine) -> None:
