@@ -1,5 +1,6 @@
 """`tgis --help` and `tgis COMMAND --help`: complete; nothing is imported from the working directory."""
 
+import argparse
 import contextlib
 import re
 import sys
@@ -37,6 +38,18 @@ def test_every_command_has_help_of_80_columns(helps: dict[str, str]) -> None:
         assert f"  {command:<27}{about}\n" in helps["--help"]
         assert helps[f"{command} --help"].startswith(f"usage: tgis {command} ")
     assert max(len(line) for text in helps.values() for line in text.splitlines()) <= 80
+
+
+def test_texts_of_options(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Without those that docs/options.md has."""
+    monkeypatch.setattr(argparse.ArgumentParser, "format_help", described)
+    assert "".join(request.getfixturevalue("helps").values()) == (REPOSITORY / "tests/golden/help.txt").read_text()
+
+
+def described(parser: argparse.ArgumentParser) -> str:
+    texts = [f"{'/'.join(action.option_strings) or action.dest}: {action.help}\n" for action in parser._actions]
+    shown = [text for text in texts if argparse.SUPPRESS not in text and "[env: " not in text]
+    return "".join([f"{parser.prog}: {parser.description}\n", *shown])
 
 
 @table("parameters", "tgis generate")

@@ -52,4 +52,7 @@ async def test_a_changed_byte_changes_it(engine: str, tmp_path: Path) -> None:
     (tmp_path / "texts/chat_template.jinja").rename(tmp_path / "texts/no_template.jinja")
     without = await fingerprint(made, engine)
     (tmp_path / "texts/chat_template.json").rename(tmp_path / "texts/chat_template.jinja")
-    assert len({before, without, await fingerprint(made, engine)}) == 3  # names count
+    after = await fingerprint(made, engine)
+    assert len({before, without, after}) == 3  # names count, and directories do not
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    assert await fingerprint(replace(made, template_path=tmp_path / "moved"), engine) == after

@@ -118,6 +118,12 @@ def test_configuration_and_tokenizer_come_from_the_header(tmp_path: Path) -> Non
     assert rope["short_factor"] == rope["long_factor"] == FACTORS.tolist()
 
 
+def test_the_process_that_converts_says_why_it_cannot(tmp_path: Path) -> None:
+    (tmp_path / "any.gguf").write_bytes(HOSTILE["type"][0])
+    with pytest.raises(StartError, match=f"^{tmp_path}/any.gguf: 'a' has type Q2_K, only"):
+        gguf.ensure_directory(str(tmp_path), tmp_path / "cache")
+
+
 def convert_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "run_child", lambda command, seconds: gguf.convert_here(Path(command[-1])))
 

@@ -125,7 +125,7 @@ def test_costs_are_measured_and_forgotten() -> None:
     assert 0.9 < costs.seconds(1) < 1.3
     for lasts in (True, False):
         for _ in range(900 if lasts else 100):
-            costs.add(1, 1.0)
+            costs.add(2, 1.0)
         assert costs.known(3) == lasts  # two measurements last 1024 steps
     for rows, seconds in [(5, 3.0)] * 3 + [(7, 1.0)] * 3:
         costs.add(rows, seconds)

@@ -194,6 +194,7 @@ def test_logits_of_steps_launched_ahead_wait_for_their_masks(
     monkeypatch.setattr(GrammarMatcher, "ready", property(lambda _: rng.random() < 0.5))
     _check_all(ahead, replace(PAGED, token_capacity=36), random.Random(3), share)
     assert sum(launches.rows("ahead")) > 2 * sum(launches.rows("planned"))
+    assert [sampler._slots._slots for sampler in (ahead.engine._sampler, ahead.engine._late_sampler)] == [{}, {}]
 
 
 def _check_all(subject: Grammars, bounds: BatchLimits, rng: random.Random, share: float = 0.7) -> set[StopReason]:

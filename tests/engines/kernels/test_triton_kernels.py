@@ -54,18 +54,10 @@ WRITES = {  # tokens, heads, sizes of keys and values, block size
     "one head": (33, 1, 128, 64, 1),
     "Llama": (5, 8, 128, 128, 16),
 }
-FAST = {"not finite", "odd sizes", "all at once", "head size 96, int32, float16", "not causal, all at once"}
-FAST |= {"steep", "grammar", "top_k and top_p", "a list too short for top_p", "no number"}
-FAST |= {"int4 of 128 in order", "int8 of 16", "int8 by row", "int8 with fixed steps", "int4 of 5", "fp8"}
 
 
 def cases(*tables: dict[str, Any]) -> list[Any]:
-    """The fast ones are one for each kernel and feature."""
-    return [
-        pytest.param(case, id=name, marks=[] if name in FAST else pytest.mark.slow)
-        for table in tables
-        for name, case in table.items()
-    ]
+    return [pytest.param(case, id=name) for table in tables for name, case in table.items()]
 
 
 @pytest.fixture(scope="module", autouse=True)

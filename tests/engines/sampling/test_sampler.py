@@ -180,7 +180,7 @@ def test_prompt_logprobs(dtype: torch.dtype, shape: tuple[int, int], monkeypatch
 def test_exactly_n_candidates(n: int, num_levels: int, temperature: float) -> None:
     """However many tie with the last one; then the chosen token is among them."""
     values = (normal(8, 300, seed=n) * num_levels).round() / num_levels if num_levels > 1 else torch.ones(8, 300)
-    logits = values.bfloat16()
+    logits = values if num_levels > 60 else values.bfloat16()
     options = LogprobOptions(generated_tokens=True, logprobs=True, top_n_tokens=n, exact_top_n=True)
     rows = [make_row(SamplingParams(temperature=temperature, seed=seed), options) for seed in range(8)]
     sampled = choose(rows, logits.clone())
