@@ -33,25 +33,18 @@ INPUTS = [
     "He said, “It is",
 ]
 KINDS = {"LORA": peft.LoraConfig, "P_TUNING": peft.PromptEncoderConfig, "PROMPT_TUNING": peft.PromptTuningConfig}
+PATTERNS: dict[str, Any] = {
+    "r": 5,
+    "target_modules": r".*layers\.\d+\.(mlp\.(up|down)_proj|self_attn\.k_proj)",
+    "rank_pattern": {"up_proj": 2, "layers.0.self_attn.k_proj": 7},
+    "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
+}
 PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {  # by path in the store: the kind, its file, and options of PEFT
     "queen": ("LORA", "safetensors", {"r": 8, "target_modules": "all-linear", "lora_alpha": 16}),
     "nested/king": ("LORA", "bin", {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
     "alice": ("LORA", "safetensors", {"r": 1, "target_modules": ["o_proj"], "lora_alpha": 2}),
-    "patterns": (
-        "LORA",
-        "safetensors",
-        {
-            "r": 5,
-            "target_modules": r".*layers\.\d+\.(mlp\.(up|down)_proj|self_attn\.k_proj)",
-            "rank_pattern": {"up_proj": 2, "layers.0.self_attn.k_proj": 7},
-            "alpha_pattern": {"mlp.down_proj": 20, "up_proj": 3},
-        },
-    ),
-    "first": (
-        "LORA",
-        "safetensors",
-        {"r": 16, "target_modules": ["q_proj", "o_proj", "down_proj"], "layers_to_transform": [0]},
-    ),
+    "patterns": ("LORA", "safetensors", PATTERNS),
+    "first": ("LORA", "safetensors", {"r": 16, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [0]}),
     "hatter": ("LORA", "bin", {"r": 3}),
     "mouse": ("LORA", "safetensors", {"r": 8, "lora_alpha": 64}),
     "gate": ("LORA", "safetensors", {"r": 2, "target_modules": ["gate_proj", "up_proj"]}),

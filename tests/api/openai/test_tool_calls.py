@@ -144,19 +144,8 @@ def test_arguments_are_streamed_as_they_come() -> None:
 
 
 # Repeated n times: marks without a call, calls that are none, in each other, and what may stand before a call.
-HOSTILE = [
-    "{mark}",
-    "{mark}x",
-    "{mark}{{",
-    "{mark}{{}}",
-    "{mark}{{{{x}} ",
-    "{mark} [ ",
-    " ",
-    "[",
-    "x",
-    '{{"name": "rm"',
-]
-HOSTILE += ["w(a='", "<function=w><parameter=a>", "w<arg_key>a</arg_key>"]
+HOSTILE = ["{mark}", "{mark}x", "{mark}{{", "{mark}{{}}", "{mark}{{{{x}} ", "{mark} [ ", " ", "[", "x"]
+HOSTILE += ['{{"name": "rm"', "w(a='", "<function=w><parameter=a>", "w<arg_key>a</arg_key>"]
 
 
 def num_lines(tool_format: ToolFormat, output: str, size: int) -> int:
