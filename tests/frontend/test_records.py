@@ -22,7 +22,8 @@ MAX_BYTES = 4000
 
 
 def test_a_full_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    file, recorder = tmp_path / "records", Recorder(INFO, "m", tmp_path / "records", MAX_BYTES)
+    file, old = tmp_path / "a.jsonl", tmp_path / "a.jsonl.1"
+    recorder = Recorder(INFO, "m", file, MAX_BYTES)
     file.touch(0o644)
     finished, cancelled, failed, never_began = outputs(Request(n, [n, 5], 3) for n in range(4))
     finished.stop_reason, finished.texts = StopReason.TOKEN_LIMIT, ["x" * 50]
@@ -31,7 +32,6 @@ def test_a_full_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
         output.token_ids = [7]
     for _ in range(30):
         recorder.write(CALL, [finished, cancelled, failed, never_began])
-    old = tmp_path / "records.1"
     lines = [json.loads(line) for path in (old, file) if path.exists() for line in path.read_text().splitlines()]
     assert 10 < len(lines) < 60
     assert sum(path.stat().st_size for path in (old, file)) <= MAX_BYTES + len(json.dumps(lines[0]))

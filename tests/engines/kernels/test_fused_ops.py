@@ -29,7 +29,7 @@ from transformers.models.t5 import modeling_t5
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 from transformers.models.umt5.modeling_umt5 import UMT5DenseGatedActDense
 
-from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation, GatedMlp
+from tgis.engines.kernels.cpu.activations import ACTIVATIONS, Activation, GatedMlp, InvariantFunctions
 from tgis.engines.kernels.cpu.fused_ops import fuse
 from tgis.engines.kernels.cpu.library import CpuKernels
 from tgis.engines.kernels.cpu.norms import Norm, NormFormula
@@ -105,6 +105,16 @@ def drawn(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in module.parameters():
         parameter.copy_(torch.randn_like(parameter))
     return module.to(dtype)
+
+
+def test_gates_do_not_depend_on_other_rows(kernels: CpuKernels) -> None:
+    """As PyTorch's do: what its vectors leave over has other bits."""
+    x = torch.randn(33, 20)
+    for function in (torch.exp, Tensor.sigmoid, torch.sigmoid, nn.functional.silu, nn.functional.softplus):
+        with InvariantFunctions(kernels):
+            rows, whole = [function(x[row]) for row in range(len(x))], function(x)
+        assert torch.equal(torch.stack(rows), whole)
+        torch.testing.assert_close(whole, function(x))
 
 
 @pytest.mark.parametrize("dtype", ERROR)
