@@ -218,6 +218,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(paths: dict[str, Path], tmp_
     (tmp_path / "config.json").write_text(json.dumps(TIED))
     with pytest.raises(StartError, match=str(tmp_path)):
         load(paths | {"broken": tmp_path}, "broken")
+    paged_engine(paths["itself"], ROWS, speculation="off", speculator_path=str(tmp_path))  # it is not read
 
 
 WHY = FailureKind.GRAMMAR, "no text matches"
