@@ -57,12 +57,12 @@ class World:
             gone = plan.seqs[: accident == "failed sequence"]
             self.batcher.drop(gone)
             rest = plan.without({seq.id for seq in gone})
-            proposed = [plan.proposals.get(seq.id, []) for seq in rest.sampled]
-            kept = [each[: (token + len(seq.tokens)) % 4] for seq, each in zip(rest.sampled, proposed, strict=True)]
-            self.computed.update({seq.id: len(each) for seq, each in zip(rest.sampled, kept, strict=True)})
-            tokens = [[*each, *[token] * (1 + token % 2)] for each in kept]
-            self.batcher.commit(rest, tokens, 0.0, plan.proposals)
-            self.events += Counter(proposed=sum(map(len, proposed)), kept=sum(map(len, kept)))
+            sixes = {seq.id: plan.proposals.get(seq.id, []) for seq in rest.sampled}
+            kept = {seq.id: sixes[seq.id][: (token + len(seq.tokens)) % 4] for seq in rest.sampled}
+            self.computed.update({number: len(tokens) for number, tokens in kept.items()})
+            new = [[*tokens, *[token] * (1 + token % 2)] for tokens in kept.values()]
+            self.batcher.commit(rest, new, 0.0, plan.proposals)
+            self.events += Counter(proposed=sum(map(len, sixes.values())), kept=sum(map(len, kept.values())))
         self.texts |= {seq.id: seq.tokens for seq in plan.sampled if seq.finished}
 
     def _check(self, plan: StepPlan) -> None:

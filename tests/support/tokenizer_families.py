@@ -14,17 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from repository import REPOSITORY
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tgis.frontend.tokenizer import Tokenizer as OurTokenizer
 
@@ -73,12 +63,7 @@ def _byte_fallback() -> Tokenizer:
     backend = _unigram(byte_fallback=True)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = None
-    members = [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
+    members = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(members)
     _template(backend, "<s> $A")
     return backend

@@ -10,13 +10,7 @@ import torch
 from batches import engine_options
 
 from tgis.engines.memory import available
-from tgis.engines.memory.available import (
-    PeakMeter,
-    available_memory,
-    read_proc_bytes,
-    total_memory,
-    used_memory,
-)
+from tgis.engines.memory.available import PeakMeter, available_memory, read_proc_bytes, total_memory, used_memory
 from tgis.engines.memory.capacity import KVBudget
 from tgis.errors import StartError
 from tgis.ipc.lookups import AdapterStoreOptions

@@ -9,14 +9,7 @@ import torch
 from batches import engine_options
 from cpu_kernels import CPU_ISA, kernels_of
 from slow_cases import slow_except
-from tiny_models import (
-    OWN_ATTENTION,
-    VOCAB_SIZE,
-    logits_of_chunks,
-    make_model,
-    make_model_from_config,
-    paged_engine,
-)
+from tiny_models import OWN_ATTENTION, VOCAB_SIZE, logits_of_chunks, make_model, make_model_from_config, paged_engine
 from transformers import AutoModelForCausalLM
 
 from tgis.engines.paged import attention_hooks
