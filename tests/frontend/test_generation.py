@@ -57,6 +57,7 @@ class Front:
         while not (submits := [message for message in self.transport.sent if isinstance(message, Submit)]):
             await asyncio.sleep(0)
         self.transport.sent.clear()
+        assert submits[0].arrival_time == pytest.approx(time.monotonic(), abs=60)
         return submits[0].requests
 
     def step(self, requests: list[Request], *tokens: int, end: StopReason = StopReason.NOT_FINISHED) -> None:
@@ -77,16 +78,15 @@ async def test_every_output_of_every_input_is_a_request() -> None:
     front = Front(max_concurrent_requests=4)
     options = LogprobOptions(generated_tokens=True)
     work = call("abc", "é", n=2, sampling=SAMPLED, seed=5, max_new_tokens=7, bad_words=(" b",), logprob_options=options)
-    work.params.input_text, work.params.stop_sequences = True, ("abc",)
+    work.params.input_text, work.params.stop_sequences, work.params.prediction = True, ("abc",), "ab"
     task, requests = await front.start(front.generator.generate(work))
     e_acute, space_b = map(byte_tokenizer().encode_without_special_tokens, ("é", " b"))
     assert [request.tokens for request in requests] == [[A, B, C]] * 2 + [e_acute] * 2
     for number, request in enumerate(requests):
         sampling = msgspec.structs.replace(SAMPLED, seed=5 + number % 2, bad_words=request.sampling_params.bad_words)
         assert {*sampling.bad_words} == {(B,), tuple(space_b)}
-        assert request == Request(
-            request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", answer_deadline=9.0, client=b"me"
-        )
+        expected = Request(request.id, request.tokens, 7, False, sampling, options, cache_salt=b"i", client=b"me")
+        assert request == msgspec.structs.replace(expected, answer_deadline=9.0, prediction=[A, B])
     front.step(requests, A, B)
     front.step(requests[:3], C)  # the stop sequence is complete
     while not front.transport.sent:  # they are cancelled before the last one ends

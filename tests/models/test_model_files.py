@@ -139,7 +139,7 @@ def test_a_bad_index(row: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(StartError, match="is not a safetensors file"):
+    with pytest.raises(StartError, match=r"download: (its header is not JSON|it should have \d+ bytes)$"):
         find_weights(tmp_path)
 
 
