@@ -23,7 +23,7 @@ class StateSlots:
         self.pool = BlockPool(limits.state_slots)
         self._block_size = limits.block_size
         self._takes_snapshots = limits.prefix_cache
-        self._not_for_proposals = limits.max_batch_size * (1 + limits.prefix_cache)  # slots
+        self._num_reserved = limits.max_batch_size * (1 + limits.prefix_cache)  # slots that proposals leave
         self._block_hash = block_hash
         self._max_sequences = limits.max_batch_size
         self._num_sequences = 0
@@ -69,9 +69,10 @@ class StateSlots:
         """Let the step of a sequence that decodes save the states before each of `count` proposed tokens, and those
         that may become a snapshot. Returns for how many of the tokens there are slots.
         """
-        first, last = seq.num_computed_tokens, seq.num_computed_tokens + count
-        for position in range(first, last + (not (last + 1) % self._block_size)):
-            if self.pool.num_available + self._num_sequences <= self._not_for_proposals:
+        first = seq.num_computed_tokens
+        ends_block = self._takes_snapshots and not (first + count + 1) % self._block_size
+        for position in range(first, first + count + ends_block):
+            if self.pool.num_available + self._num_sequences <= self._num_reserved:
                 return min(position - first, count)
             if position not in seq.state_saves:
                 (seq.state_saves[position],) = self.pool.allocate(1)

@@ -148,12 +148,14 @@ def test_one_that_does_not_compile_is_a_warning(template: str, tmp_path: Path, c
     assert ("\n" in said, len(said.partition(" compile: ")[2]) > 200) == (False, False)
 
 
+# It ends in most probes, each of which would take a second, but not in that of thoughts.
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LOOP = f"{{% if thinking or 'Köln' in messages[0].content %}}{LOOP}{{% endif %}}"
 
 
 @pytest.mark.parametrize("template", [LOOP, "{{ 'a' * 2000000000 }}", "{{ messages[0].content * 3000000 }}"])
 def test_one_that_does_not_end_or_takes_too_much_memory_fails_alone(template: str, tmp_path: Path) -> None:
-    either = f"{{% if 'Köln' in messages[0].content %}}{template}{{% else %}}ok{{% endif %}}"
+    either = f"{{% if messages[0].content == 'ok' %}}ok{{% else %}}{template}{{% endif %}}"
     with contextlib.closing(TemplateProcess(seconds=1)) as process:
         loaded = ChatTemplate.load(model(tmp_path, either), process)
         assert loaded is not None

@@ -218,7 +218,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(paths: dict[str, Path], tmp_
     (tmp_path / "config.json").write_text(json.dumps(TIED))
     with pytest.raises(StartError, match=str(tmp_path)):
         load(paths | {"broken": tmp_path}, "broken")
-    paged_engine(paths["itself"], ROWS, speculation="off", speculator_path=str(tmp_path))  # it is not read
+    unread = paged_engine(paths["itself"], ROWS, speculation="off", speculator_path=str(tmp_path))
+    assert unread.info.drafted_tokens == 0
 
 
 WHY = FailureKind.GRAMMAR, "no text matches"
